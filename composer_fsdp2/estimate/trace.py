@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.estimate.collectives import CollectiveCounter, Key
-from composer_fsdp2.optim.state.form import Stored
+from composer_fsdp2.optim.state.kept import kept_storages, storages_of
 from composer_fsdp2.parallel.held import is_elsewhere
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -23,7 +22,6 @@ from composer_fsdp2.shard.apply import merge_aliases
 from composer_fsdp2.shard.initial_weights import replace_parameter
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.torch_private.fake import Watch, fake_ranks
-from composer_fsdp2.torch_private.tensors import local_tensor
 
 __all__ = ["STATE", "Trace", "Window", "Work", "observe_steps", "trace_steps"]
 
@@ -215,24 +213,13 @@ class _State:
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
         self._params = [param for param in run.model.parameters() if not is_elsewhere(param)]
         self._optimizer, self._watch = optimizer, watch
-        for buffer in run.model.buffers():
-            self._note("buffers", buffer)
-
-    def _note(self, kind: str, tensor: Any) -> None:
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        if isinstance(local, torch.Tensor) and local.device.type != "meta":
-            self._watch.note(local.untyped_storage(), kind)
+        for storage in storages_of(run.model.buffers()):
+            watch.note(storage, "buffers")
 
     def bytes(self) -> Counter[str]:
         """Names the storages, and returns the bytes of those that stay."""
-        for param in self._params:
-            self._note("parameters", param)  # newer torch pads shards in the first forward
-            self._note("gradients", param.grad)
-        for of_param in self._optimizer.state.values():
-            for value in getattr(of_param, "data", of_param).values():
-                is_packed = isinstance(value, Stored)
-                for part in (value.values, value.exponents) if is_packed else (value,):
-                    self._note("optimizer", part)
+        for kind, storage in kept_storages(self._params, self._optimizer):
+            self._watch.note(storage, kind)  # newer torch pads shards in the first forward
         return Counter({name: self._watch.now[name] for name in STATE})
 
     def step(self) -> Counter[str]:

@@ -19,7 +19,8 @@ from torch import nn
 from composer_fsdp2.config.schema import FORECAST
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.norms import local_part
-from composer_fsdp2.parallel.held import layer_of
+from composer_fsdp2.optim.state.kept import kept_storages
+from composer_fsdp2.parallel.held import is_elsewhere, layer_of
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from composer_fsdp2.text import plain_name, size_text
 from composer_fsdp2.torch_private.members import check_private_members
@@ -219,6 +220,9 @@ def show(text: str) -> None:
 # --- A step of rank 0 beside the one that doctor predicted, for `verbose`. ---
 
 _ROWS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
     "gathered_bytes": "all-gathers of units",
     "reduced_bytes": "reductions of units",
     "peak_allocated_bytes": "peak of the allocator",
@@ -240,7 +244,7 @@ def bytes_of(found: Forecast) -> dict[str, Any] | None:
     """
     if found.kept is None:
         return None
-    numbers: dict[str, Any] = {**dict.fromkeys(_ROWS, 0), "notes": found.notes}
+    numbers: dict[str, Any] = {**dict.fromkeys(_ROWS, 0), **found.held, "notes": found.notes}
     numbers["peak_allocated_bytes"] = found.peak_bytes
     for sent in found.sent:
         if sent.kind in _KINDS and sent.axis.name in _AXES:
@@ -264,6 +268,7 @@ class Comparison(Traffic):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._predicted = json.loads(os.environ.pop(FORECAST))  # of this model alone
+        self._params = [param for param in run.model.parameters() if not is_elsewhere(param)]
         self._earlier_peak = self._peak()
         self._steps, self._is_in_step = 0, False
 
@@ -287,7 +292,12 @@ class Comparison(Traffic):
             self._show()
 
     def _show(self) -> None:
-        measured, peak = dict(self.counts), self._peak()
+        assert self.run.optimizer is not None  # which holds all state, whatever copy has stepped
+        stay = kept_storages(self._params, self.run.optimizer)
+        held = {storage.data_ptr(): (kind, storage.nbytes()) for kind, storage in stay}
+        measured, peak = Counter(self.counts), self._peak()
+        for kind, size in held.values():
+            measured[kind] += size
         if peak > self._earlier_peak:  # else loading took more than a step
             measured["peak_allocated_bytes"] = peak
         lines = ["FSDP2, the second step:      predicted    measured  difference"]

@@ -27,6 +27,7 @@ from tests.support.training import built, loader_of, samples_of, trainer_for
 MICROBATCH, MICROBATCHES = 2, 3
 HSDP = {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}
 TITLE = "FSDP2, the second step:"
+HELD = ("parameters", "gradients", "optimizer state")
 
 
 def table(fsdp2: dict[str, Any], told: dict[str, Any] | None, steps: int = 3) -> str:
@@ -95,7 +96,7 @@ def test_collectives_of_a_step_are_as_predicted(
     numbers = predicted({**config, "verbose": True}, count, monkeypatch)
     first, *others = ranks(count, table, {**config, "verbose": True}, numbers)
     rows = rows_of(first)
-    assert list(rows) == ["all-gathers of units", "reductions of units"]  # the CPU has no peak
+    assert list(rows) == [*HELD, "all-gathers of units", "reductions of units"]  # a CPU has no peak
     for expected, measured, difference in rows.values():
         assert expected == measured != "0 B"
         assert difference == "+0.0%"
@@ -104,6 +105,8 @@ def test_collectives_of_a_step_are_as_predicted(
 
 def test_a_wrong_prediction_is_a_difference(ranks: Callable[..., list[str]]):
     told = {
+        **dict.fromkeys(("parameters", "gradients"), 0),
+        "optimizer": 2**20,
         "gathered_bytes": 2**30,
         "reduced_bytes": 2**14,
         "peak_allocated_bytes": 0,
@@ -113,6 +116,8 @@ def test_a_wrong_prediction_is_a_difference(ranks: Callable[..., list[str]]):
     rows = rows_of(text)
     assert rows["all-gathers of units"][0::2] == ["1 GiB", "-100.0%"]
     assert rows["reductions of units"][2].startswith("+")
+    assert rows["optimizer state"][0] == "1 MiB"
+    assert rows["optimizer state"][2].startswith("-")
     assert "note: n" in text.splitlines()
 
 

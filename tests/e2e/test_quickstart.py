@@ -77,6 +77,7 @@ def first_run(folder) -> subprocess.CompletedProcess[str]:
 def test_a_step_is_as_doctor_predicted(first_run):
     assert re.search(r"^  all-gathers of units .+ \+0\.0%$", first_run.stderr, re.MULTILINE)
     assert re.search(r"^  reductions of units .+ \+0\.0%$", first_run.stderr, re.MULTILINE)
+    assert re.search(r"^  optimizer state .+ \+0\.0%$", first_run.stderr, re.MULTILINE)
 
 
 def test_trains_to_the_end(first_run):

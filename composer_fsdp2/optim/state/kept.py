@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -25,7 +25,7 @@ from composer_fsdp2.optim.state.form import Form, Place, Stored, read, write
 from composer_fsdp2.shard.layout import sharded_like
 from composer_fsdp2.torch_private.tensors import local_tensor, local_value
 
-__all__ = ["SMALL", "KeptState", "KeptSteps"]
+__all__ = ["SMALL", "KeptState", "KeptSteps", "kept_storages", "storages_of"]
 
 SMALL = 4096
 """parameters with less elements, on all ranks together, keep their state in its own form"""
@@ -212,3 +212,33 @@ class KeptSteps(LocalStep):
             if self._keeps(param) and state:
                 kept = optimizer.state[param] = KeptState(param, self._setting)
                 kept.data = state
+
+
+def kept_storages(
+    params: Iterable[Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    """Yields memory of this rank: of parameters, their gradients and the optimizer's state.
+
+    Collective: no. A storage that several tensors share comes once for each of them.
+
+    Args:
+        params: sharded ones as they are between steps.
+        optimizer: of these parameters.
+    """
+    params, state = list(params), list[Any]()
+    for of_param in optimizer.state.values():
+        values = of_param.data if isinstance(of_param, KeptState) else of_param
+        for value in values.values():
+            state += (value.values, value.exponents) if isinstance(value, Stored) else (value,)
+    kinds = {"parameters": params, "gradients": [p.grad for p in params], "optimizer": state}
+    for kind, tensors in kinds.items():
+        for storage in storages_of(tensors):
+            yield kind, storage
+
+
+def storages_of(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Yields the memory of those that are tensors and are not on meta. Collective: no."""
+    for tensor in tensors:
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, Tensor) and not local.is_meta:
+            yield local.untyped_storage()
