@@ -459,8 +459,9 @@ def test_adapters_train_like_one_process(family: str):
     make, targets = ADAPTED[family]
     conv1d = {"fan_in_fan_out": family == "GPT-2"}
     model = adapted(make(), targets, **conv1d)
-    # In fp32 AdamW makes a step of what rounding leaves in the gradients of GPT-2's keys.
-    model = model.double() if family == "GPT-2" else model
+    # In fp32 AdamW makes a step of what rounding leaves in the gradients of GPT-2's keys, and
+    # moments of Qwen3 differ by as much as the sums of some CPUs.
+    model = model.double() if family in ("GPT-2", "Qwen3") else model
     oracle = copy.deepcopy(model)
     learned = [[p for p in one.parameters() if p.requires_grad] for one in (oracle, model)]
     pair = [OPTIMIZERS["adamw"](params) for params in learned]
