@@ -310,7 +310,7 @@ def _network(machine: Machine, run: Run | None) -> Iterator[Finding]:
     if run is None or run.settings is None:
         return
     asked = run.settings
-    # A group for agreements, one for the order of collectives, and those of saves.
+    # Groups for agreements, others for the order of collectives, and those of saves.
     saves = asked.async_save and 1 + (asked.data_parallel_replicate_degree not in (None, 1))
     agreements = (1 + (asked.order_check != "never")) * neighbours(run.ranks)
     sockets = agreements + saves * (run.ranks - 1) + 100
