@@ -94,7 +94,7 @@ def alone(
 # --- The Trainer. ---
 
 
-@pytest.mark.table("False")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("reshard", ["auto", False])
 def test_the_last_microbatch_reduces_for_all(reshard: Any):
@@ -226,7 +226,7 @@ def trained_by_hand(config: dict[str, Any], ranks: int) -> tuple[nn.Module, Byte
     return model, traffic
 
 
-@pytest.mark.table("True-every", "False-last")
+@pytest.mark.table("False-last")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("sync", ["every", "last"])
 @pytest.mark.parametrize("reshard", ["auto", True, False])

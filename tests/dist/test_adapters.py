@@ -152,7 +152,7 @@ def with_second(model: peft.PeftModel) -> list[nn.Parameter]:
     return list(adapters.values())
 
 
-@pytest.mark.table("auto-reference-sgd", "False-in turn-adamw")
+@pytest.mark.table("False-in turn-adamw")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("turns", TURNS)
@@ -170,7 +170,7 @@ def test_no_adapter_is_frozen_by_what_happens_between_steps(
     train_together(*models, Recipe(steps=8), TURNS[turns])
 
 
-@pytest.mark.table("False-in turn-adamw")
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

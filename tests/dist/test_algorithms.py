@@ -253,6 +253,7 @@ def test_adaptive_clipping(tie: str, threshold: float):
     _check_clipping({}, tie, threshold)
 
 
+@pytest.mark.table("{'data_parallel_replicate_degree': 2}")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("config", [{}, {"data_parallel_replicate_degree": 2}], ids=str)
 def test_adaptive_clipping_on_four_ranks(config: dict[str, Any]):
@@ -373,7 +374,7 @@ def test_evaluates_the_average():
 # ----------------------------------------------------------------- sharpness, freezing, refusals
 
 
-@pytest.mark.table("adamw-fsdp22-2", "muon-fsdp24-4")
+@pytest.mark.table("muon-fsdp24-4")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("name", "fsdp2", "microbatch"),

@@ -93,6 +93,7 @@ def trained(model: ComposerModel, settings: dict[str, Any], batch: int) -> list[
     return [float(value) for _, value in logger.data["loss/train/total"]]
 
 
+@pytest.mark.table("chunked loss", "gather_kv", "recomputed", "tiled MLP", "ulysses")
 @MODELS
 @VIEWS
 @FOUNDRY

@@ -118,7 +118,7 @@ INNER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.table("blocks", "outputs cast")
+@pytest.mark.table("blocks")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("units", INNER)
 def test_inputs_are_cast_when_they_are_computed_again(units: str):
@@ -181,7 +181,7 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.table("selective", "offload")
+@pytest.mark.table("offload")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("mode", COMPILED)
 def test_compiled_blocks_train_to_the_same_weights(mode: str):
@@ -329,6 +329,7 @@ def test_tiles_train_like_the_whole_and_gather_nothing_more(recompute: bool):
     assert counted[0] == counted[1]
 
 
+@pytest.mark.table("cut1")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("cut", [{"tiled_mlp": {"shards": 2}}, {"chunked_loss": {"chunks": 3}}])
 def test_parts_of_low_precision(cut: dict[str, Any]):

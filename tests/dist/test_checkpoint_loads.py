@@ -101,6 +101,7 @@ def test_a_parameter_does_not_change_its_group(name: str):
     assert "group 1 has only in the run: model.wte.weight" in said
 
 
+@pytest.mark.table("full_2r")
 @pytest.mark.world_size(2)
 @BOTH
 def test_another_optimizer_is_refused_unless_it_starts_anew(name: str):

@@ -58,7 +58,7 @@ def test_hsdp(tmp_path: Path):
     _check_resume(tmp_path, fsdp2, FORMATS["sharded"])
 
 
-@pytest.mark.table("full")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_same_checkpoints_as_without(kind: str, tmp_path: Path):
@@ -99,6 +99,7 @@ class Clock(Callback):
         self.starts.append(time.monotonic())
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_training_goes_on_meanwhile_and_fit_waits(tmp_path: Path):
     SlowPlanner.busy.clear()
@@ -257,7 +258,7 @@ def test_a_planner_of_the_user_is_used(background: bool, tmp_path: Path):
     assert CountingPlanner.resolved > 20
 
 
-@pytest.mark.table("sharded")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_ignored_keys_are_left_out_and_the_run_keeps_them(kind: str, tmp_path: Path):
@@ -497,6 +498,7 @@ def test_fsdp1_goes_on_from_what_fsdp2_saved(kind: str, tmp_path: Path):
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) <= 2e-6
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_the_saver_can_be_a_callback(tmp_path: Path):
     """Several savers of one run do not wait for each other's files."""

@@ -110,7 +110,7 @@ def whole(
 # --- A rank dies. ---
 
 
-@pytest.mark.table("whole")
+@pytest.mark.table
 @pytest.mark.fault("restart by torchrun's agent after a rank was killed", "survived")
 @pytest.mark.parametrize("newest", ["whole", "half written"])
 def test_a_killed_rank_and_one_restart(newest: str, tmp_path: Path, whole: Path):

@@ -95,6 +95,7 @@ class Evaluation(Callback):
         self.traffic.__exit__(None, None, None)
 
 
+@pytest.mark.table("False")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("eval_reshard", [True, False])
 def test_evaluations_of_the_trainer(eval_reshard: bool):

@@ -27,6 +27,7 @@ from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from tests.support.experts import EXPERTS, FAMILIES, Sparse, choose, force
 from tests.support.models import VOCAB
+from tests.support.pairs import parametrize_by_turns, parametrize_pairs
 from tests.support.parity import (
     OPTIMIZERS,
     TOLERANCE,
@@ -224,16 +225,14 @@ def train(
 LAYOUTS = pytest.mark.parametrize("degree", [4, 2])
 
 
-@pytest.mark.table("adamw-Mixtral-4", "sgd-DeepSeek-V3-2")
-@LAYOUTS
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.table("DeepSeek-V3-2-adamw")
+@parametrize_pairs(family=FAMILIES, degree=(4, 2), optimizer=OPTIMIZERS)
 def test_as_in_one_process(family: str, degree: int, optimizer: str):
     """Weights, gradients of routers and of the balance of experts, and optimizer state."""
     train(pair(family), {"expert_parallel": {"degree": degree}}, optimizer)
 
 
-@pytest.mark.table("Mixtral-4")
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("family", "degree"),
     [
@@ -255,10 +254,8 @@ ROUTES = {
 }
 
 
-@pytest.mark.table("Mixtral-a rank gets none-2", "DeepSeek-V3-dead for some steps-2")
-@LAYOUTS
-@pytest.mark.parametrize("routes", ROUTES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.table("DeepSeek-V3-dead for some steps-2")
+@parametrize_pairs(family=FAMILIES, routes=ROUTES, degree=(2, 4))
 def test_odd_routes(family: str, routes: str, degree: int):
     """An expert without a token has the gradient that the model gives it: zeros, or none."""
     models = pair(family, torch.float64, forced=True)
@@ -306,6 +303,7 @@ def test_clipping(family: str, degree: int):
     train(pair(family), {"expert_parallel": degree}, data=batches(5), clip=0.05)
 
 
+@pytest.mark.matrix
 def test_clipping_after_another_model():
     """Of another layout: torch hands out equal meshes for each other, whose groups differ."""
     ids, models = batches(1)[0][dist.get_rank()], [pair("Mixtral") for _ in range(2)]
@@ -320,7 +318,7 @@ def test_clipping_after_another_model():
     assert_close("norm of both", norms.square().sum().sqrt(), both, EXACT)
 
 
-@pytest.mark.table("Mixtral-2")
+@pytest.mark.table
 @LAYOUTS
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
 def test_sequences_are_divided_too(family: str, degree: int):
@@ -332,7 +330,7 @@ def test_sequences_are_divided_too(family: str, degree: int):
     train(models, config, "adamw", data=data, clip=0.05)
 
 
-@pytest.mark.table("Mixtral-2")
+@pytest.mark.table
 @LAYOUTS
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
 def test_other_layers_are_divided_too(family: str, degree: int):
@@ -362,14 +360,14 @@ WITH: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.table("DeepSeek-V3-recomputed", "Mixtral-copies")
-@pytest.mark.parametrize("with_", WITH)
-@pytest.mark.parametrize("family", ["Mixtral", "DeepSeek-V3"])
+@pytest.mark.table("copies-Mixtral")
+@parametrize_by_turns(with_=WITH, family=["Mixtral", "DeepSeek-V3"])
 def test_beside(family: str, with_: str):
     config = {"expert_parallel": 2, **WITH[with_]}
     train(pair(family), config, "adamw", data=batches(5), microbatches=2)
 
 
+@pytest.mark.table("everywhere", "in a folder")
 @pytest.mark.parametrize(
     "start",
     [
@@ -406,6 +404,7 @@ def test_first_weights_are_those_of_fsdp_alone(start: str, tmp_path: Path):
         assert value.any() or "weight" not in name
 
 
+@pytest.mark.matrix
 @pytest.mark.smoke
 def test_save_pretrained_is_that_of_one_process(tmp_path: Path):
     """Where transformers 5 has all experts in one tensor, it writes a matrix for each."""
@@ -533,7 +532,7 @@ def test_autocast_is_that_of_fsdp_alone(family: str, degree: int):
     same_gradients(models[0], models[1], 1e-2)
 
 
-@pytest.mark.table("Mixtral-2")
+@pytest.mark.table
 @LAYOUTS
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
 def test_muon(family: str, degree: int):

@@ -320,6 +320,7 @@ def test_a_penalty_as_the_error_says():
     assert largest_difference(fitted(WholePenalized), oracle) < 1e-5
 
 
+@pytest.mark.table("shards")
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1")  # torch 2.7
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("config", [{}, {"tensor_parallel": 2}], ids=["shards", "tensor parallel"])

@@ -208,7 +208,7 @@ def test_all_ranks_killed_in_a_save(
         )
 
 
-@pytest.mark.table("sharded")
+@pytest.mark.table
 @pytest.mark.fault("one rank killed in training", "survived")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_killed_in_training(kind: str, pool: WorkerPool, tmp_path: Path):

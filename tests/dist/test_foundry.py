@@ -104,7 +104,7 @@ def test_packing(ranks, assets):
     same(found[0], plain[0])
 
 
-@pytest.mark.table("True")
+@pytest.mark.table
 @pytest.mark.parametrize("on_tokens", [True, False])
 def test_accumulation_on_tokens(on_tokens: bool, ranks, assets):
     """Without it, microbatches weigh the same: the unsharded run is cut as this one is."""
@@ -115,7 +115,7 @@ def test_accumulation_on_tokens(on_tokens: bool, ranks, assets):
     same(found, plain)
 
 
-@pytest.mark.table("mpt")
+@pytest.mark.table
 @pytest.mark.parametrize("model", ["mpt", "llama", "llama-tied"])
 def test_the_loss_in_chunks(model: str, ranks, assets):
     """With the metrics of training, which read logits, and an evaluation."""
@@ -133,7 +133,7 @@ def test_the_loss_in_chunks(model: str, ranks, assets):
 # --- How long. ---
 
 
-@pytest.mark.table("400tok")
+@pytest.mark.table
 @pytest.mark.parametrize("duration", ["1ep", "3ba", "24sp", "400tok", "2iter"])
 def test_every_unit_of_duration(duration: str, ranks, assets):
     unit = duration.lstrip("0123456789")
@@ -169,6 +169,7 @@ def tell_in(folder: Path, cfg: dict[str, Any]) -> Told:
         os.chdir(before)
 
 
+@pytest.mark.matrix
 def test_evaluation_is_that_of_the_unsharded_run(ranks, assets, tmp_path):
     both = {
         "eval_loader": loader_of(assets, "val"),
@@ -187,7 +188,7 @@ def test_evaluation_is_that_of_the_unsharded_run(ranks, assets, tmp_path):
 # --- Where weights come from. ---
 
 
-@pytest.mark.table("mpt-devices0")
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("model", "devices"), [("mpt", ["cpu", "mixed", "meta"]), ("llama-tied", ["mixed", "meta"])]
 )
@@ -214,7 +215,7 @@ def test_pretrained_weights_of_a_folder(world_size: int, device: str, ranks, ass
     same(found, alone)
 
 
-@pytest.mark.table("full")
+@pytest.mark.table
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_autoresume_goes_on_with_the_raw_text(kind: str, ranks, assets, tmp_path):
     """Tokenizing changes the tokenizer, which a checkpoint holds too."""
@@ -304,7 +305,7 @@ def outliers(told: Told) -> dict[str, float]:
     return found
 
 
-@pytest.mark.table("clip_lion-sharded")
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("name", "kind"), [("clip_lion", "sharded"), ("adalr_lion", "sharded"), ("adalr_lion", "full")]
 )
@@ -384,6 +385,7 @@ def refusal(cfg: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.matrix
 def test_frozen_layers_have_plain_names_under_activation_checkpointing(ranks, assets):
     names = [f"model.transformer.blocks.{n}.ffn.up_proj.weight" for n in (0, 2)]
     freezing = {"callbacks": {"layer_freezing": {"layer_names": names}}}
@@ -431,6 +433,7 @@ def test_loss_by_length_of_context(ranks, assets, tmp_path):
             assert row == pytest.approx(expected, rel=TOLERANCE), name
 
 
+@pytest.mark.matrix
 def test_the_learning_rate_is_scaled_on_resumption(ranks, assets, tmp_path):
     saving = {"save_folder": f"{tmp_path}/saved", "save_interval": "2ba"}
     ranks(1, tell, run_of(assets, saving, {"max_duration": "2ba"}))
@@ -598,6 +601,7 @@ def compare_targets() -> None:
             assert recomputed(anywhere) == {n for n in written if n.endswith(".attn") == attention}
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 def test_every_form_of_a_target_means_what_it_did(ranks):
     ranks(1, compare_targets)
@@ -732,6 +736,7 @@ def curriculum(assets: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.matrix
 def test_resumes_in_the_middle_of_a_curriculum(ranks, assets, tmp_path):
     """Composer goes on with the first data there, with sharding or without."""
     change = curriculum(assets)

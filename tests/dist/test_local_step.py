@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -612,11 +613,16 @@ def _stop(*_: Any) -> None:
     raise MemoryError
 
 
-@pytest.mark.table("adagrad-without state-finished")
+TAKEN_BACK = itertools.cycle(itertools.product(([0, 3], []), (False, True)))
+"""steps before, which give some parameters a state or none; whether the step raises"""
+
+
+@pytest.mark.table("adagrad")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("raises", [False, True], ids=["finished", "raised"])
-@pytest.mark.parametrize("before", [[], [0, 3]], ids=["without state", "with the state of some"])
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize(
+    ("name", "before", "raises"),
+    [pytest.param(name, *how, id=name) for name, how in zip(CHANGED, TAKEN_BACK, strict=False)],
+)
 def test_a_step_that_is_taken_back_leaves_nothing(name: str, before: list[int], raises: bool):
     """As another attempt at a batch does: the state is that of before, also where it was none."""
     pairs = [prepared(CHANGED[name], local_step=how) for how in ("auto", False)]

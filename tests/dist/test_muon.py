@@ -136,7 +136,7 @@ def test_three_ranks(name: str):
     check(name, {})
 
 
-@pytest.mark.table("tied-config1")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     ("name", "config"), [("fused", {}), ("tied", HSDP), ("fused", HSDP), ("fused", COPIES)]

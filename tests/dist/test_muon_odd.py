@@ -97,7 +97,7 @@ def by_hand(weight: torch.Tensor, turns: int, outputs: tuple[int, ...]) -> list[
     return [head.reshape(-1, weight.shape[1]) for head in heads]
 
 
-@pytest.mark.table("neox-config1", "falcon-config0")
+@pytest.mark.table("neox-config1")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("config", [{}, HSDP])
 @pytest.mark.parametrize("name", JOINED)

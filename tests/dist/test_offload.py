@@ -65,7 +65,7 @@ def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     reattach_optimizer(detached)
 
 
-@pytest.mark.table("adamw-two modules", "muon-two modules")
+@pytest.mark.table("muon-two modules")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tie", ["none", "two modules"])
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -79,7 +79,7 @@ def test_state_goes_on(name: str, steps: int):
     train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
 
 
-@pytest.mark.table("config1")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("config", [{}, {"data_parallel_replicate_degree": 2}])
 def test_state_goes_on_on_four_ranks(config: dict[str, Any]):

@@ -34,6 +34,7 @@ from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.torch_private.units import param_groups
 from tests.support.faults_table import record
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
+from tests.support.pairs import covering
 from tests.support.parity import assert_same_values
 from tests.support.training import built, loader_of, samples_of, trainer_for, weights
 
@@ -245,24 +246,34 @@ def expected_of_loop(run: str) -> dict[str, torch.Tensor]:
 
 OUT_OF_MEMORY = pytest.mark.fault("out of memory in a step", "survived")
 
+RANKS: dict[str, Callable[[int], set[int]]] = {
+    "first": lambda _size: {0},
+    "last": lambda size: {size - 1},
+    "all": lambda size: set(range(size)),
+}
+"""those without memory, by the size of the world"""
+
 
 def matrix() -> list[Any]:
+    cases = covering(
+        {"point": (*ANYWHERE, "recompute"), "ranks": RANKS, "run": RUNS},
+        lambda case: case["point"] != "recompute" or case["run"] == "recomputed",
+    )
     return [
-        pytest.param(point, ranks, run, marks=pytest.mark.world_size(size))
-        for run in RUNS
-        for size in [4 if run == "HSDP" else 2]
-        for point in [*ANYWHERE, *(["recompute"] if run == "recomputed" else [])]
-        for ranks in ({0}, {size - 1}, set(range(size)))
+        pytest.param(*case.values(), marks=pytest.mark.world_size(size))
+        for case in cases
+        for size in [4 if case["run"] == "HSDP" else 2]
     ]
 
 
-@pytest.mark.table("forward-ranks1-plain", "forward-ranks32-recomputed")
+@pytest.mark.table("forward-first-plain", "forward-all-recomputed")
 @OUT_OF_MEMORY
 @pytest.mark.parametrize(("point", "ranks", "run"), matrix())
-def test_ends_with_the_weights_of_a_run_of_that_size(point: str, ranks: set[int], run: str):
+def test_ends_with_the_weights_of_a_run_of_that_size(point: str, ranks: str, run: str):
     wanted = expected_of_loop(run)
     loop = Loop(run, 8)
-    memory = Memory(loop.model.net, loop.optimizer, lambda: loop.size, point, ranks)
+    own = RANKS[ranks](dist.get_world_size())
+    memory = Memory(loop.model.net, loop.optimizer, lambda: loop.size, point, own)
     with memory.limited():
         found = loop.train()
     assert memory.times == (2 if memory.here else 0)
@@ -366,6 +377,7 @@ class Retries(Callback):
             self.stats["num_alloc_retries"] += 1
 
 
+@pytest.mark.table("{4, 5, 6}-[8, 8, 8, 8, 8, 8, 4, 4]")
 @pytest.mark.fault("the CUDA allocator retries, which costs time", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_frozen(part: str, optimizer: str):
     assert kept == [name for name in fresh if name.startswith(FROZEN[part])]
 
 
-@pytest.mark.table("sgd")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @both_optimizers
 def test_a_frozen_block_may_run_without_and_with_gradients_through_it(optimizer: str):
@@ -142,7 +142,7 @@ def test_a_frozen_block_may_hide_its_output():
     check_parity(make, {})
 
 
-@pytest.mark.table("beginning-config1")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     "config", [{"reshard_after_forward": 2}, {"data_parallel_replicate_degree": 2}]
@@ -160,12 +160,14 @@ class ReusedEmbedding(nn.Embedding):
         return value @ self.weight.T if value.is_floating_point() else super().forward(value)
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_what_is_kept_in_fp32_is_float64_in_a_model_of_float64():
     config = {"keep_fp32": ["norm"], "mixed_precision": "FULL"}
     check_parity(lambda: TinyLM().double(), config)
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_an_embedding_may_also_make_the_logits():
     def make() -> TinyLM:
@@ -176,7 +178,7 @@ def test_an_embedding_may_also_make_the_logits():
     check_parity(make, {"wrap_policy": {"embeddings": True, "classes": ["Block"]}})
 
 
-@pytest.mark.table("sgd-nested")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "policy",
@@ -188,7 +190,7 @@ def test_wrap_policy(policy: dict[str, Any], optimizer: str):
     check_parity(TinyLM, {"wrap_policy": policy}, optimizer)
 
 
-@pytest.mark.table("adamw-blocks")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("config", [{}, CUT], ids=["blocks", "cut"])
 @both_optimizers
@@ -199,6 +201,7 @@ def test_recompute_changes_nothing(config: dict[str, Any], optimizer: str):
     assert max((kept[name] - recomputed[name]).abs().max().item() for name in kept) == 0.0
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_a_checkpointed_module_may_hold_a_tie_itself():
     def make() -> TinyLM:
@@ -227,7 +230,7 @@ def test_hsdp(replicate: int, recipe: str, optimizer: str):
     check_parity(Short, config, optimizer, RECIPES[recipe])
 
 
-@pytest.mark.table("storage")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("tie", TIES[1:])
 def test_hsdp_with_ties(tie: str):
@@ -235,7 +238,7 @@ def test_hsdp_with_ties(tie: str):
     _check_tie(tie, {**_cut(tie), "data_parallel_replicate_degree": 2}, "adamw")
 
 
-@pytest.mark.table("none-sgd")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("tie", "optimizer"), [("none", "sgd"), ("two modules", "adamw")])
 def test_reshard_to_two_of_four_ranks(tie: str, optimizer: str):
@@ -250,7 +253,7 @@ def test_recipe_on_four_ranks(recipe: str, optimizer: str):
     check_parity(Short, {"activation_checkpointing": True}, optimizer, RECIPES[recipe])
 
 
-@pytest.mark.table("all layers")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("tie", TIES)
 def test_ties_on_four_ranks(tie: str):

@@ -39,7 +39,7 @@ def allocated_on(name: str) -> int:
     return allocated(PEAKS[name], dist.get_rank())
 
 
-@pytest.mark.table("Llama, recomputed")
+@pytest.mark.table
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_peak_is_that_of_the_allocator(name: str, ranks: Callable[..., list[int]]):
     if name.startswith("MPT"):

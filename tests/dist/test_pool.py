@@ -57,6 +57,7 @@ def test_each_test_starts_from_the_same_seed_and_environment(attempt: int):
     assert os.environ.setdefault("LEFT_BY_ATTEMPT", str(attempt)) == str(attempt)
 
 
+@pytest.mark.table("1")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_meshes_of_an_earlier_test_do_not_linger(attempt: int):
@@ -144,6 +145,7 @@ def _fail_on_rank_one() -> None:
     dist.barrier()
 
 
+@pytest.mark.matrix
 def test_failing_rank_is_reported_soon_and_the_pool_restarts(ranks):
     ranks(2, _sum_of_ranks)
     limit = Limit(10)

@@ -104,7 +104,7 @@ def gathered_before(log: list[str], event: str) -> set[int]:
     return {int(entry.split()[1]) for entry in entries if entry.startswith("gather")}
 
 
-@pytest.mark.table("0-0", "0-2")
+@pytest.mark.table("0-2")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("forward", "backward"), [(0, 0), (1, 0), (2, 0), (0, 2), (3, 3)])
 def test_gathers_start_earlier_and_are_no_more(forward: int, backward: int):

@@ -138,7 +138,7 @@ def test_equals_from_pretrained(
     ranks(size, _check, name, tmp_path)
 
 
-@pytest.mark.table("llama, tied", "gpt2")
+@pytest.mark.table("gpt2")
 @pytest.mark.world_size(4)
 @every_model
 def test_equals_from_pretrained_in_two_copies(name: str, tmp_path: Path):

@@ -48,6 +48,7 @@ def trainer_of(layout: str, **kwargs: Any) -> Any:
     return trainer_for(model, optimizer, data, LAYOUTS[layout], **kwargs)
 
 
+@pytest.mark.table("sequence")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_predict_deals_samples_to_groups(layout: str):

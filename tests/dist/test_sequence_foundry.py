@@ -39,7 +39,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.table("streamed text")
+@pytest.mark.table
 @pytest.mark.parametrize("run", RUNS)
 def test_trains_as_without_sharding(run: str, ranks: Any, assets: Path):
     loader, block, change = RUNS[run]

@@ -165,7 +165,7 @@ LEFT: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.table("Llama-ulysses", "Qwen3-gather_kv")
+@pytest.mark.table("Qwen3-gather_kv")
 @pytest.mark.smoke
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", LEFT)

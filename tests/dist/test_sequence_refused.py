@@ -230,6 +230,11 @@ class Shifted(nn.Module):
         return self.inner(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
 
 
+@pytest.mark.table(
+    "0-attention 'model.layers.1.self_attn'-ulysses",
+    "1-input of 'lm_head'-gather_kv",
+    "1-input of 'lm_head'-ulysses",
+)
 @VIEWS
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("method", ["ulysses", "gather_kv"])

@@ -187,7 +187,7 @@ MODELS = pytest.mark.filterwarnings("ignore:The tokenizer was not provided")
 VIEWS = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
 
-@pytest.mark.table("none")
+@pytest.mark.table
 @VIEWS
 @MODELS
 @pytest.mark.filterwarnings("ignore:SWA has known issues")

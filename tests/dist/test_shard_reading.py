@@ -217,7 +217,7 @@ ROWS += [torch.tensor([True, False, False, True]), (ALL, [0]), torch.tensor(1)]
 COLUMNS: list[Any] = [ALL, ..., (ALL, 0), (..., 1), (ALL, slice(0, 2)), (None, ALL), ()]
 
 
-@pytest.mark.table("state dict", "gradient")
+@pytest.mark.table("state dict")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", TENSORS)
 def test_elements_are_written_to_the_shards_or_not_at_all(kind: str):

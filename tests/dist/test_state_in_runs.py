@@ -125,7 +125,7 @@ def _loaded(path: str, policy: str | None) -> State:
     return state_of(run(None, policy, until=0, seed=1, load_path=path))
 
 
-@pytest.mark.table("8 bits-full")
+@pytest.mark.table
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("policy", ["bf16", "8 bits", "8 bits cpu"])
 def test_saved_on_three_ranks_and_loaded_on_fewer(
@@ -138,7 +138,7 @@ def test_saved_on_three_ranks_and_loaded_on_fewer(
         assert all(torch.equal(value, saved[name]) for name, value in found.items())
 
 
-@pytest.mark.table("8 bits-full")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_loses_precision_says_so(tmp_path: Path):
         run(None, "bf16", until=0, seed=1, load_path=str(tmp_path / FORMATS["sharded"]))
 
 
-@pytest.mark.table("sharded_dtensor_4r")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:optimizer_state has no effect")
 @pytest.mark.parametrize("name", ["full_2r", "full_flatparam_2r", "sharded_dtensor_4r"])
@@ -197,7 +197,7 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.table("adaptive")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.filterwarnings("ignore:S.* has known issues")
@@ -251,7 +251,7 @@ def test_weights_that_were_written_are_stepped(policy: str):
     assert 0 < (after - 2 * before).abs().max() < 0.1
 
 
-@pytest.mark.table("8 bits-0", "cpu-1")
+@pytest.mark.table("cpu-1")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("policy", POLICIES)

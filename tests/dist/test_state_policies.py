@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from composer_fsdp2 import Muon, PlanError, prepare_fully_shard
 from composer_fsdp2.optim.state.form import Stored
 from composer_fsdp2.optim.state.kept import KeptState
+from tests.support.pairs import parametrize_by_turns
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]
 POLICIES: dict[str, dict[str, Any]] = {
@@ -164,10 +165,9 @@ def test_state_on_the_cpu_changes_no_bit(name: str):
     assert traffic.get_total_counts() == 0
 
 
-@pytest.mark.table("adamax-cpu", "rmsprop-cpu")
+@pytest.mark.table("rmsprop-8 bits cpu")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "asgd"])
+@parametrize_by_turns(name=[name for name in OPTIMIZERS if name != "asgd"], policy=POLICIES)
 def test_every_optimizer_goes_where_it_goes_with_its_own_state(name: str, policy: str):
     kept, own = (prepared(OPTIMIZERS[name], p) for p in (POLICIES[policy], None))
     start = everything(*own)
@@ -260,6 +260,7 @@ def test_one_two_and_three_ranks_have_the_same_bits(policy: str, name: str, rank
         assert_equal(found[0], other)
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("policy", ["bf16", "8 bits cpu"])
 def test_copies_have_the_same_bits(policy: str):
@@ -278,10 +279,9 @@ def test_copies_have_the_same_bits(policy: str):
 # --- What others do with it. ---
 
 
-@pytest.mark.table("adamw fused-8 bits cpu", "sgd-cpu")
+@pytest.mark.table("cpu-sgd")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["decoupled adamw", "adamw fused", "rmsprop", "sgd"])
+@parametrize_by_turns(policy=POLICIES, name=["decoupled adamw", "adamw fused", "sgd", "rmsprop"])
 def test_state_that_is_loaded_goes_on(name: str, policy: str):
     pairs = [prepared(OPTIMIZERS[name], POLICIES[policy]) for _ in range(2)]
     for pair in pairs:

@@ -99,7 +99,7 @@ def assert_copies_are_equal(model: nn.Module) -> None:
         assert torch.equal(everyone[other], local), name
 
 
-@pytest.mark.table("Llama, tied-sgd-last")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("sync", ["every", "last"])
 @pytest.mark.parametrize(("family", "optimizer"), [("Llama, tied", "sgd"), ("MPT", "adamw")])
@@ -116,6 +116,7 @@ def test_trains_like_one_process_on_eight_ranks():
 # --- The Trainer ---
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(4)
 def test_trainer_clips_over_all_axes_and_counts_once():
     install()

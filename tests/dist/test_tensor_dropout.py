@@ -77,7 +77,7 @@ def test_heads_of_a_group_drop_other_weights_and_the_rest_the_same():
     assert torch.equal(logits[0], logits[1])
 
 
-@pytest.mark.table("selective")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation_drops_the_same(mode: str):

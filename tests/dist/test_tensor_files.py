@@ -124,7 +124,7 @@ def shared(folder: Path) -> Path:
 # --- Composer's own tensor parallelism, beside FSDP1. ---
 
 
-@pytest.mark.table("full")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("state", ["sharded", "full"])
 def test_a_checkpoint_of_composers_tensor_parallelism_goes_on(state: str, tmp_path: Path):
@@ -315,7 +315,7 @@ def run(*args: object) -> str:
     return result.stdout
 
 
-@pytest.mark.table("phi3-full")
+@pytest.mark.table
 @pytest.mark.parametrize("state", ["sharded", "full"])
 @pytest.mark.parametrize("family", ["phi3", "llama"])
 def test_files_need_no_layout(family: str, state: str, ranks: Any, tmp_path: Path):

@@ -76,7 +76,7 @@ def test_every_form_trains_as_without_sharding(form: str, ranks: Any, assets: Pa
         same(found, alone)
 
 
-@pytest.mark.table("2")
+@pytest.mark.table
 @pytest.mark.parametrize("copies", [None, 2])
 def test_a_sampler_deals_to_groups(copies: int | None, ranks: Any, assets: Path):
     """Fine-tuning data, which is no streaming dataset; microbatches weigh by their tokens."""
@@ -91,7 +91,7 @@ def test_a_sampler_deals_to_groups(copies: int | None, ranks: Any, assets: Path)
 SPEED = {"callbacks": {"speed_monitor": {"window_size": 1}}}
 
 
-@pytest.mark.table("400tok")
+@pytest.mark.table
 @pytest.mark.parametrize("duration", ["24sp", "400tok"])
 def test_samples_and_tokens_count_once(duration: str, ranks: Any, assets: Path):
     change = {"max_duration": duration, "scheduler.t_warmup": f"0{duration.lstrip('0123456789')}"}
@@ -148,6 +148,7 @@ def test_evaluation_is_that_of_the_unsharded_run(
         same(found, alone)
 
 
+@pytest.mark.matrix
 def test_the_evaluation_script(ranks: Any, assets: Path, tmp_path: Path, evaluation: Any):
     """Its loaders come to the Trainer when it evaluates; rank 0 alone reads the weights."""
     alone = {k: v for k, v in evaluation.items() if k not in ("parallelism_config", "code_paths")}
@@ -169,7 +170,7 @@ def degrees(tp: int, kind: str = "sharded") -> dict[str, Any]:
     return {"parallelism_config": {"tp": tensor, "fsdp2": {"state_dict_type": kind}}}
 
 
-@pytest.mark.table("before2-after2-full")
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [((4, 2), (4, 2), "sharded"), ((4, 2), (2, 1), "sharded"), ((2, 1), (2, 2), "full")],
@@ -251,6 +252,7 @@ def test_a_plan_that_a_strategy_made_is_refused():
         parse_parallelism_config({"tp": made, "fsdp2": {}})
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.world_size(4)
 def test_the_strategy_ffn_lets_weights_outside_of_its_plan_drift():

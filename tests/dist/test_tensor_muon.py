@@ -56,7 +56,7 @@ def alike(family: str) -> tuple[nn.Module, Any]:
     return oracle, model
 
 
-@pytest.mark.table("Phi-3-settings2")
+@pytest.mark.table
 @pytest.mark.parametrize(("family", "settings"), ROWS)
 def test_steps_like_one_process(family: str, settings: dict[str, Any]):
     oracle, model = alike(family)

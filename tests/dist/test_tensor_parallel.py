@@ -387,6 +387,7 @@ def test_an_optimizer_that_is_not_known_is_refused():
         prepared(model, Unknown(model.parameters(), lr=0.1))
 
 
+@pytest.mark.table("Phi-3")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", ["Phi-3", "Llama, tied"])
@@ -404,7 +405,7 @@ def test_save_pretrained_writes_the_order_of_the_model(family: str, tmp_path: Pa
     assert all(torch.equal(before[name], loaded[name]) for name in before)
 
 
-@pytest.mark.table("False")
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("recompute", [False, True])

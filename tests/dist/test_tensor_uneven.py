@@ -142,6 +142,7 @@ def test_a_vocabulary_that_the_degree_does_not_divide_stays_whole(vocabulary: in
     ] * told
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(4)
 def test_another_vocabulary_in_one_process_and_what_is_no_word():
     for vocabulary in (34, 26, 28):  # torch remembers shapes of the first one

@@ -48,7 +48,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name, value in one.items() if not torch.equal(value, other[name])]
 
 
-@pytest.mark.table("Phi-3", "MPT, grouped")
+@pytest.mark.table("Phi-3")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", EVERY)
 def test_a_model_on_meta_starts_from_the_weights_of_a_run_without(family: str):

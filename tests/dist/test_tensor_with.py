@@ -144,6 +144,7 @@ def test_settings_that_are_refused(name: str):
     assert {name: id(param) for name, param in model.named_parameters()} == before
 
 
+@pytest.mark.matrix
 @VIEWS
 @pytest.mark.world_size(4)
 def test_islands_compute_in_fp32():
@@ -174,6 +175,7 @@ def test_islands_compute_in_fp32():
         assert (full(one.grad) - full(other.grad)).abs().max() < 2e-2, name
 
 
+@pytest.mark.matrix
 @VIEWS
 @pytest.mark.world_size(4)
 def test_state_in_bf16_has_the_bits_of_one_process():
@@ -276,6 +278,7 @@ def test_averages_go_on_in_another_layout(name: str, kind: str, tmp_path: Path):
         assert largest_difference(ours, plain) <= TOLERANCE
 
 
+@pytest.mark.matrix
 @VIEWS
 @pytest.mark.world_size(4)
 def test_adaptive_clipping_is_that_of_one_process():
@@ -399,6 +402,7 @@ class Sparse(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(x))
 
 
+@pytest.mark.matrix
 @VIEWS
 @pytest.mark.world_size(4)
 def test_experts_that_a_group_leaves_out():

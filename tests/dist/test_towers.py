@@ -146,6 +146,7 @@ WITH_IMAGE = [[0, 1, 3], [4, 7], [], [2, 6]]
 """samples of every step; rank 0 has the first four, rank 1 the others"""
 
 
+@pytest.mark.table("True")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_images_on_one_rank_only(frozen: bool):

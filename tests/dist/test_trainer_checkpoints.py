@@ -100,7 +100,7 @@ def test_five_and_five_steps_are_ten(kind: str, tie: str, tmp_path: Path):
     assert (net.head.weight is net.embed.weight) is (tie == "two modules")
 
 
-@pytest.mark.table("full")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_hsdp_resumes(kind: str, tmp_path: Path):
@@ -117,6 +117,7 @@ def test_reshard_to_two_ranks_resumes(tmp_path: Path):
     _check_resume(tmp_path, {"reshard_after_forward": 2}, "ep0-ba5")
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_activation_checkpointing_resumes_without(tmp_path: Path):
     whole, _ = _run(tmp_path / "whole", {})
@@ -135,6 +136,7 @@ def test_autoresume_takes_the_latest(tmp_path: Path):
     assert largest_difference(_state(resumed), _state(whole)) == 0.0
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_sharded_folder_is_named_as_asked(tmp_path: Path):
     fsdp2 = {"sharded_ckpt_prefix_dir": "batch-{batch}"}
@@ -145,7 +147,7 @@ def test_sharded_folder_is_named_as_asked(tmp_path: Path):
     assert largest_difference(loaded, whole) == 0.0
 
 
-@pytest.mark.table("two modules")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tie", ["none", "two modules"])
 def test_weights_read_by_rank0_alone_reach_every_rank(tie: str, tmp_path: Path):
@@ -242,7 +244,7 @@ def _continued(
 @pytest.mark.filterwarnings("ignore:.*is not in the state_dict")
 @pytest.mark.filterwarnings("ignore:.*do not both have .*schedulers")
 @pytest.mark.filterwarnings("ignore:.*do not both have .*initial_lr")
-@pytest.mark.table("none to Composer's-sharded", "torch's to another of torch's-sharded")
+@pytest.mark.table("torch's to another of torch's-sharded")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("schedules", EXCHANGES, ids=" to ".join)
@@ -255,6 +257,7 @@ def test_a_schedule_that_is_added_or_exchanged(
     assert largest_difference(model, oracle) < 1e-5
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("lists", [True, False], ids=["in the optimizer", "not in the optimizer"])

@@ -42,6 +42,7 @@ def doubled() -> nn.Module:
     return model
 
 
+@pytest.mark.table("ac")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("beside", [{}, {"activation_checkpointing": True}], ids=["alone", "ac"])
 def test_a_transformation_from_elsewhere_trains(beside: dict[str, Any]):

@@ -21,6 +21,7 @@ from composer_fsdp2.checkpoint.staging import Publications, hidden, staged
 from composer_fsdp2.checkpoint.write import Savers, write_sharded
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
+from tests.support.pairs import parametrize_pairs
 from tests.support.saved import no_space
 
 ANOTHER = "was written by another run"
@@ -185,11 +186,9 @@ def _one_sentence(error: CheckpointError) -> None:
         assert hidden_in not in text
 
 
-@pytest.mark.table("sharded-3000-None", "full-2000-1")
+@pytest.mark.table("full-2000-None")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("rank", [0, 1, None])
-@pytest.mark.parametrize("size_bytes", [0, 100, 1000, 2000, 3000])
-@pytest.mark.parametrize("kind", FORMATS)
+@parametrize_pairs(kind=FORMATS, size_bytes=(0, 100, 1000, 2000, 3000), rank=(0, 1, None))
 def test_full_disk(kind: str, size_bytes: int, rank: int | None, tmp_path: Path):
     trainer, _ = _run(tmp_path, {"state_dict_type": kind}, until=HALF)
     name = str(tmp_path / "ep{epoch}-ba{batch}-rank{rank}.pt")

@@ -32,6 +32,7 @@ def llama() -> LlamaForCausalLM:
 # --- Embedding and head apart. ---
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("config", [{}, {"activation_checkpointing": True}])
 def test_untied_ends_train_like_one_process(config: dict[str, Any]):
@@ -41,6 +42,7 @@ def test_untied_ends_train_like_one_process(config: dict[str, Any]):
     assert type(model.lm_head).__name__ == "FSDPLinear"
 
 
+@pytest.mark.table("last block")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("trained", ["all", "last block"])
 def test_ends_are_gathered_once(trained: str):
@@ -114,6 +116,7 @@ def test_a_final_norm_goes_with_the_unit_around_it():
     assert apart == joined + Counter(gather=2, reduce=1)
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_checkpoint_of_a_norm_apart_goes_on(kind: str, tmp_path: Path):

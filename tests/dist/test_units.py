@@ -389,6 +389,7 @@ def _written(form: str) -> Any:
     return {"reshard_after_forward": False}
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(4)
 def test_composers_config_with_a_mesh_of_its_own():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -399,7 +400,7 @@ def test_composers_config_with_a_mesh_of_its_own():
     assert model.embed.weight.to_local().shape[0] in (8, 9)
 
 
-@pytest.mark.table("HYBRID_SHARD-10-False")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     ("strategy", "rows", "held"),
@@ -438,6 +439,7 @@ def test_precision_spec_may_be_an_object():
 # --- A mesh in an answer, as mixtures of experts of LLM Foundry give it. ---
 
 
+@pytest.mark.table("degrees2-mesh2")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     ("degrees", "mesh"),
@@ -542,6 +544,7 @@ class Recomputes(TinyLM):
         return self.head(self.norm(x))
 
 
+@pytest.mark.table("LayerNorm-2")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("forwards", [2, 3])
 @pytest.mark.parametrize("inner", ["Linear", "LayerNorm"])

@@ -166,7 +166,7 @@ def test_experts_in_microbatches(sync: str, dtype: str | None):
     train_routed(Sparse, config, "adamw", routes, microbatches=2)
 
 
-@pytest.mark.table("reduce_scatter_only")
+@pytest.mark.table
 @pytest.mark.fault("ranks use other experts, or none", "survived")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("sync", ["every", "last", "reduce_scatter_only"])
@@ -266,7 +266,7 @@ class Twice(NeverSpare):
         return x
 
 
-@pytest.mark.table("NeverSpare-2")
+@pytest.mark.table
 @pytest.mark.fault("ranks run other branches of a model after the first step", "survived")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("make", [NeverSpare, Forked, Twice])
@@ -292,6 +292,7 @@ class ForkedComposer(TinyComposer):
         return self.net(batch[0])
 
 
+@pytest.mark.table("last")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("sync", ["every", "last"])
 def test_the_trainer_compares_from_the_next_batch_on(sync: str):
@@ -403,7 +404,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.table("all but the embedding", "bridge")
+@pytest.mark.table("bridge")
 @pytest.mark.fault("ranks leave out a tower", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("trained", TRAINED)

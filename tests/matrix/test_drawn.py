@@ -1,6 +1,6 @@
 """Runs drawn by chance equal one process, or are refused with a sentence.
 
-`COMPOSER_FSDP2_TESTS_DRAWN=2000` draws more than 200. What is wrong is shown with its case, which
+`COMPOSER_FSDP2_TESTS_DRAWN=2000` draws more than 60. What is wrong is shown with its case, which
 is drawn again by its number: `run_case(draw(17), folder)`.
 """
 
@@ -19,7 +19,7 @@ from tests.support.pool import RankError
 
 PRELOAD = ["tests.support.drawn"]
 
-NUMBER = int(os.environ.get("COMPOSER_FSDP2_TESTS_DRAWN", "200"))
+NUMBER = int(os.environ.get("COMPOSER_FSDP2_TESTS_DRAWN", "60"))
 ROW = 20
 CASE_SECONDS = 60.0
 

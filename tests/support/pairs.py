@@ -1,4 +1,4 @@
-"""Few cases in which every two values of different settings meet."""
+"""Few cases of many: every two values of different settings meet, or every value has its turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["covering", "pairs_of", "parametrize_pairs"]
+__all__ = ["covering", "pairs_of", "parametrize_by_turns", "parametrize_pairs"]
 
 Case = dict[str, Any]
 
@@ -17,6 +17,13 @@ def parametrize_pairs(**settings: Iterable[Any]) -> pytest.MarkDecorator:
     """As `pytest.mark.parametrize` of each would, but for `covering` cases instead of all."""
     cases = covering(settings)
     return pytest.mark.parametrize(tuple(settings), [tuple(case.values()) for case in cases])
+
+
+def parametrize_by_turns(**settings: Iterable[Any]) -> pytest.MarkDecorator:
+    """Each value of the first setting once, with the values of the others by turns."""
+    first, *others = settings.values()
+    cases = zip(first, *map(itertools.cycle, others), strict=False)
+    return pytest.mark.parametrize(tuple(settings), list(cases))
 
 
 def covering(

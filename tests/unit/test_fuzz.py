@@ -272,7 +272,7 @@ def damaged(choose: random.Random, path: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.table("folder")
+@pytest.mark.table
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_damaged_checkpoints(tmp_path: Path, kind: str):
     save: Callable[..., Path] = save_folder if kind == "folder" else save_file

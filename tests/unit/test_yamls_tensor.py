@@ -70,6 +70,7 @@ def test_every_attention_and_mlp_is_divided_and_each_rank_holds_a_64th(path: Pat
     assert sizes.held == pytest.approx(sizes.divided / RANKS + embedding / DEGREE, rel=0.01)
 
 
+@pytest.mark.table("qwen3-32b")
 @every_run
 def test_what_its_comment_says_is_computed(path: Path):
     sizes, comment = planned(path)[2], comment_of(path).replace("\n", " ")

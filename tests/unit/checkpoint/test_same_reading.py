@@ -89,6 +89,7 @@ def test_every_bit_of_metadata(folder: Path):
 # --- Damage in what is no tensor. ---
 
 
+@pytest.mark.matrix
 def test_verify_finds_what_a_load_refuses(folder: Path):
     """Any bit of an object, in its header, its directory or its values."""
     (folder / CHECKSUMS).unlink()
@@ -199,7 +200,7 @@ def test_algorithms_that_would_be_evaluated(kind: str, spread: bool, tmp_path: P
 # --- Archives that grow. ---
 
 
-@pytest.mark.table("command1", "command3")
+@pytest.mark.table("command3")
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["convert"], ["diff"]])
 def test_a_compressed_file_is_not_inflated(command: list[str], tmp_path: Path):
     """32 MB of zeros take 33 kB; nobody may need the memory to say no."""

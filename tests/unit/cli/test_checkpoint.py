@@ -144,6 +144,7 @@ def _check_composers_layout(values: dict[str, Any], name: str) -> None:
     assert len({value.data_ptr() for value in tensors}) == len(tensors)
 
 
+@pytest.mark.table("full_flatparam_2r")
 @pytest.mark.parametrize("name", ["full_flatparam_2r", "sharded_legacy_optimizer_root_2r"])
 def test_torch_loads_what_was_converted(name: str, tmp_path: Path):
     """torch's own reader, told nothing of this package; the optimizer is where it is today."""
@@ -241,6 +242,7 @@ def test_files_are_divided_by_size(small: Path, tmp_path: Path):
     assert found.kind == "sharded"
 
 
+@pytest.mark.matrix
 def test_large_tensors_become_pieces(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(convert_module, "_PIECE_BYTES", 100)
     source = save_file(tmp_path / "a.pt", small_state())

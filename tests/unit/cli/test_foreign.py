@@ -43,7 +43,7 @@ def code(command: str) -> int:
     return 1 if command == "doctor" else 2
 
 
-@pytest.mark.table("Accelerate-train", "Accelerate-doctor")
+@pytest.mark.table("Accelerate-train")
 @pytest.mark.parametrize("command", ["train", "eval", "doctor", "parity"])
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_file_of_another_trainer_is_named(invoke, write, kind: str, command: str):

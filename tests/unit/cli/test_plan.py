@@ -53,6 +53,7 @@ def test_the_units_of_a_run_as_table_and_picture(plan, assets: Path, tmp_path: P
     assert "gathered units" in drawn
 
 
+@pytest.mark.matrix
 def test_json_has_the_units_and_what_is_frozen(plan, assets: Path):
     code, shown, _ = plan(run_of(assets, FSDP2), "--json", "--gpus-per-node=8")
     found = json.loads(shown)

@@ -188,6 +188,7 @@ class Counted(dict[str, int]):
         return ((key, self[key]) for key in self)
 
 
+@pytest.mark.matrix
 def test_a_million_unknown_keys():
     """They are not all read, and still less compared with the names of settings."""
     given = Counted({f"key{number}": number for number in range(10**6)})

@@ -39,7 +39,7 @@ def predicted(
     return forecast(model, optimizer, plan.units, work_of(layout), notes=notes, **options)
 
 
-@pytest.mark.table("recomputed")
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("config", "width", "traced"),
     [
@@ -127,6 +127,7 @@ def test_a_collective_without_a_row_is_an_error():
         CollectiveCounter(8).hear("gather_", (), None)
 
 
+@pytest.mark.table("_allgather_base_")
 @pytest.mark.parametrize("name", ["_allgather_base_", "_reduce_scatter_base_"])
 def test_a_step_with_a_collective_without_a_row_is_an_error(name: str, monkeypatch):
     """In forward and in backward; a model that cannot be traced would show zero."""

@@ -246,6 +246,7 @@ def test_a_part_that_keeps_its_arguments_may_take_any(good: dict[str, Any]):
         check({**good, "model": {"name": "own", "anything": 1}})
 
 
+@pytest.mark.matrix
 def test_every_run_of_the_repository_passes():
     from composer_fsdp2.foundry.names import unknown_parts
 

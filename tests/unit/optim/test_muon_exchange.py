@@ -152,6 +152,7 @@ lists = st.builds(
 columns = st.builds(lambda n: divided((3, 4 * n), Layout(), 1), st.integers(1, 4))
 
 
+@pytest.mark.matrix
 @given(
     st.lists(matrices | transposed | lists | columns, min_size=1, max_size=7),
     st.integers(1, 5),

@@ -63,6 +63,7 @@ def outcomes(folder: Path, text: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.matrix
 def test_what_pytest_makes_of_skips(tmp_path: Path):
     status, said = outcomes(tmp_path, TESTS)
     assert status == 1, said

@@ -57,7 +57,7 @@ def differences(svg: bytes, other: bytes) -> list[object]:
     ]
 
 
-@pytest.mark.table("parity-curves.svg", "sequence-memory.svg")
+@pytest.mark.table("parity-curves.svg")
 @pytest.mark.parametrize("name", SCRIPT.PICTURES)
 def test_the_picture_is_current(name: str, tmp_path: Path):
     write_figure(SCRIPT.drawn(name), tmp_path / name)

@@ -448,6 +448,7 @@ def test_shows_what_a_run_does(doctor):
     assert max(map(len, run.splitlines())) <= 100
 
 
+@pytest.mark.matrix
 def test_a_screen_is_enough_and_problems_come_first(doctor):
     mistakes = ("precision=amp_bf16", "global_train_batch_size=15", "nonsense=1")
     for given in ((), mistakes):
@@ -495,6 +496,7 @@ def test_a_missing_module(doctor, monkeypatch):
     assert "'pkg_resources' is missing" in result.stdout
 
 
+@pytest.mark.matrix
 def test_the_environment(doctor, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -548,6 +550,7 @@ def test_a_file_that_cannot_be_read(doctor):
     assert "'/proc/self/mem' cannot be read" in " ".join(result.stdout.split())
 
 
+@pytest.mark.matrix
 def test_a_resolver_of_code_paths(doctor, tmp_path):
     """A setting that only a file of the run can resolve is no mistake."""
     code = tmp_path / "later.py"

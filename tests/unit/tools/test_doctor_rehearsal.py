@@ -86,13 +86,9 @@ def test_a_good_run_passes(doctor, assets: Path, kind: str):
 @pytest.mark.table(
     "block that is a word",
     "no streams",
-    "a folder for a model",
-    "model's key",
     "dataset's key",
-    "tokenizer's key",
     "callback's key that it deletes",
     "threshold below 0",
-    "vocabulary on meta",
     "save_folder on what is read only",
 )
 @pytest.mark.parametrize("wrong", MISTAKES)
@@ -128,6 +124,7 @@ def test_a_misspelt_argument_is_said_with_those_there_are(
     assert f"has no argument '{misspelt}'. Did you mean '{meant}'? do: Write one of" in said
 
 
+@pytest.mark.matrix
 def test_a_key_that_a_config_transform_takes_out_is_no_mistake(doctor, assets: Path, tmp_path):
     code = tmp_path / "own.py"
     code.write_text(
@@ -249,7 +246,7 @@ def test_a_run_to_start_from_wants_its_data_alone(doctor, assets: Path, path: Pa
     assert code == 0, said
 
 
-@pytest.mark.table("llama-3.2-1b")
+@pytest.mark.table
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "olmoe-1b-7b"])
 def test_a_large_model_is_planned_on_meta(doctor, assets: Path, tmp_path: Path, model: str):
     path = ROOT / "yamls" / "pretrain" / f"{model}.yaml"

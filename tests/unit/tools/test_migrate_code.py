@@ -458,6 +458,7 @@ def test_places():
     assert [(use.line, use.column) for use in uses(formatted)][1:] == [(2, 5), (2, 5)]
 
 
+@pytest.mark.matrix
 def test_time_grows_with_the_length_of_a_file():
     """A name that is bound and read 20,000 times took minutes where each pair is looked at."""
     code = FSDP + "x = FSDP(m)\n" + "x = f(x)\n" * 20_000
@@ -808,6 +809,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.table("composer")
 @pytest.mark.parametrize("package", KNOWN)
 def test_installed_packages(package):
     spec = importlib.util.find_spec(package)

@@ -849,6 +849,7 @@ def test_every_key_of_the_collection_is_in_the_report(file):
     check_stable(report)
 
 
+@pytest.mark.matrix
 def test_the_collection_has_what_its_tests_are_about():
     """Each dialect several times, and what a reader of YAML may trip over."""
     texts = [text_of(file) for file in files("**/*.yaml")]

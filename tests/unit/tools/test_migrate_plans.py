@@ -51,7 +51,7 @@ BUILT = [file for file in files("foundry/*.yaml") if "mb_dmoe" not in file.read_
 
 
 # LLM Foundry says so of every model without learned positions.
-@pytest.mark.table("llama-3.1-8b-continue", "mpt-350m-zero2")
+@pytest.mark.table("llama-3.1-8b-continue")
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")
 @pytest.mark.parametrize("file", BUILT, ids=lambda file: file.stem)
 def test_migrated_yamls_plan(file: Path, monkeypatch: pytest.MonkeyPatch):

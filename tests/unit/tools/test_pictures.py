@@ -202,6 +202,7 @@ def test_a_tied_parameter_counts_once():
     assert frozen_elements(model, plan_wrapping(model, [root_rule])) == {"": 9}
 
 
+@pytest.mark.matrix
 def test_text_of_two_runs_is_apart_and_on_the_page():
     old = tuple(Step(n, 5.0 - n / 10, 1.0) for n in range(1, 9))
     new = tuple(dataclasses.replace(step, loss=step.loss * (1 + 1e-7)) for step in old)
@@ -247,7 +248,7 @@ def test_without_matplotlib_its_extra_is_named(monkeypatch):
         check_destination(Path("plan.svg"))
 
 
-@pytest.mark.table("svg", "pdf")
+@pytest.mark.table
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
 def test_a_file_is_the_same_whatever_the_users_style(tmp_path: Path, kind: str):
     def written(name: str) -> bytes:
