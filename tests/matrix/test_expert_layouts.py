@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.dist.test_expert_parallel import EXACT, batches, pair, train
+from tests.support.pairs import parametrize_by_turns
 
 RANKS = 8
 
@@ -26,8 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@parametrize_by_turns(layout=LAYOUTS, optimizer=["sgd", "adamw"])
 def test_as_in_one_process(layout: str, optimizer: str):
     config = LAYOUTS[layout]
     models = pair("Mixtral", num_key_value_heads=2)

@@ -50,14 +50,18 @@ CASES = [
     for pair, (state, kind) in zip(dict.fromkeys(ORDERED), itertools.cycle(KINDS), strict=False)
 ]
 """each pair once, and each kind of model and of file with a quarter of them"""
+OF_EXPERTS = [
+    (EXPERTS, "one process"),
+    ("one process", "HSDP 2 x EP 2"),
+    ("EP 4", "one process"),
+    ("one process", EXPERTS),
+    (EXPERTS, "FSDP 2"),
+    ("FSDP 2", EXPERTS),
+]
 CASES += [
     (*pair, "mixtral", state)
-    for other in ("one process", "FSDP 2")
-    for pair in ((EXPERTS, other), (other, EXPERTS))
-    for state in STATES
+    for pair, state in zip(OF_EXPERTS, itertools.cycle(STATES), strict=False)
 ]
-CASES += [("EP 4", "one process", "mixtral", state) for state in STATES]
-CASES += [("one process", "HSDP 2 x EP 2", "mixtral", state) for state in STATES]
 MAKE: dict[str, Callable[[], Any]] = {
     # TP 4 divides the heads. Three ranks share nothing evenly, and two not the 17 words of each.
     "gpt2": lambda: odd_gpt2(n_embd=12, n_head=4, n_inner=28, vocab_size=34),
