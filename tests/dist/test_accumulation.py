@@ -94,7 +94,7 @@ def alone(
 # --- The Trainer. ---
 
 
-@pytest.mark.table
+@pytest.mark.table("False")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("reshard", ["auto", False])
 def test_the_last_microbatch_reduces_for_all(reshard: Any):

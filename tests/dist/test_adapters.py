@@ -25,6 +25,7 @@ from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.step.run import run_of
 from tests.dist.test_tensor_parallel import assert_same_state, mean, of_this_group
 from tests.support.models import batches, llama_config, lm_loss
+from tests.support.pairs import parametrize_by_turns, parametrize_pairs
 from tests.support.parity import (
     OPTIMIZERS,
     Recipe,
@@ -154,9 +155,7 @@ def with_second(model: peft.PeftModel) -> list[nn.Parameter]:
 
 @pytest.mark.table("False-in turn-adamw")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("turns", TURNS)
-@pytest.mark.parametrize("reshard", RESHARD)
+@parametrize_pairs(reshard=RESHARD, turns=TURNS, optimizer=["sgd", "adamw"])
 def test_no_adapter_is_frozen_by_what_happens_between_steps(
     reshard: Any, turns: str, optimizer: str
 ):
@@ -173,9 +172,7 @@ def test_no_adapter_is_frozen_by_what_happens_between_steps(
 @pytest.mark.table
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("turns", TURNS)
-@pytest.mark.parametrize("reshard", RESHARD)
+@parametrize_by_turns(reshard=RESHARD, turns=TURNS, optimizer=["adamw", "sgd"])
 def test_nor_with_tensor_parallelism(reshard: Any, turns: str, optimizer: str):
     oracle, model = (lora(tied=False, heads=(4, 2)) for _ in range(2))
     adapters = [with_second(each.model) for each in (oracle, model)]

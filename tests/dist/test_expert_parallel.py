@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,7 @@ def train(
     same_state(optimizers[0], optimizers[1], 10 * tolerance)
 
 
-LAYOUTS = pytest.mark.parametrize("degree", [4, 2])
+LAYOUTS = parametrize_by_turns(family=FAMILIES, degree=[2, 4])
 
 
 @pytest.mark.table("DeepSeek-V3-2-adamw")
@@ -236,9 +237,8 @@ def test_as_in_one_process(family: str, degree: int, optimizer: str):
 @pytest.mark.parametrize(
     ("family", "degree"),
     [
-        pytest.param(name, degree, marks=pytest.mark.smoke if degree == 2 and name in SMOKE else ())
-        for name in FAMILIES
-        for degree in (4, 2)
+        pytest.param(name, degree, marks=pytest.mark.smoke if name in SMOKE else ())
+        for name, degree in zip(FAMILIES, itertools.cycle((2, 4)), strict=False)
     ],
 )
 def test_in_double(family: str, degree: int):
@@ -263,9 +263,8 @@ def test_odd_routes(family: str, routes: str, degree: int):
     train(models, config, "adamw", data=batches(6), routes=ROUTES[routes], tolerance=EXACT)
 
 
-@pytest.mark.table("DeepSeek-V3-2")
+@pytest.mark.table("DeepSeek-V3-4")
 @LAYOUTS
-@pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_before_experts_is_trained(family: str, degree: int):
     """Backward has to come to the experts of a rank, and FSDP2 has to wait for it.
 
@@ -282,9 +281,8 @@ def test_nothing_before_experts_is_trained(family: str, degree: int):
     train(models, {"expert_parallel": degree}, "adamw", data=batches(5), routes=routes)
 
 
-@pytest.mark.table("Qwen3-MoE-2")
+@pytest.mark.table("Qwen3-MoE-4")
 @LAYOUTS
-@pytest.mark.parametrize("family", FAMILIES)
 def test_lengths_of_each_rank(family: str, degree: int):
     """One rank has padding alone, whose tokens all go to the same experts."""
     models = pair(family)
@@ -298,7 +296,6 @@ def test_lengths_of_each_rank(family: str, degree: int):
 
 @pytest.mark.table("Mixtral-2")
 @LAYOUTS
-@pytest.mark.parametrize("family", FAMILIES)
 def test_clipping(family: str, degree: int):
     train(pair(family), {"expert_parallel": degree}, data=batches(5), clip=0.05)
 
@@ -319,8 +316,7 @@ def test_clipping_after_another_model():
 
 
 @pytest.mark.table
-@LAYOUTS
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+@parametrize_by_turns(family=["Mixtral", "Qwen3-MoE"], degree=[2, 4])
 def test_sequences_are_divided_too(family: str, degree: int):
     """Two ranks next to each other have half of each sequence, and send the tokens of theirs."""
     models, data = pair(family), [[ids[0], ids[0], ids[2], ids[2]] for ids in batches(6)]
@@ -331,8 +327,7 @@ def test_sequences_are_divided_too(family: str, degree: int):
 
 
 @pytest.mark.table
-@LAYOUTS
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+@parametrize_by_turns(family=["Mixtral", "Qwen3-MoE"], degree=[2, 4])
 def test_other_layers_are_divided_too(family: str, degree: int):
     """Two ranks next to each other have the same seven tokens, and send three or four of them."""
     models = pair(family, torch.float64, num_key_value_heads=2)
@@ -519,7 +514,6 @@ def test_a_rank_has_its_experts():
 
 @pytest.mark.table("Mixtral-2")
 @LAYOUTS
-@pytest.mark.parametrize("family", FAMILIES)
 def test_autocast_is_that_of_fsdp_alone(family: str, degree: int):
     """Gradients of a step in bf16, which other sums round otherwise."""
     models, ids = pair(family), batches(1)[0][dist.get_rank()]
@@ -533,8 +527,7 @@ def test_autocast_is_that_of_fsdp_alone(family: str, degree: int):
 
 
 @pytest.mark.table
-@LAYOUTS
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+@parametrize_by_turns(family=["Mixtral", "Qwen3-MoE"], degree=[2, 4])
 def test_muon(family: str, degree: int):
     """Each matrix of an expert is orthogonalised by the ranks that shard it."""
     models = pair(family)
@@ -545,12 +538,14 @@ def test_muon(family: str, degree: int):
 
 
 @pytest.mark.table("Mixtral-adamw")
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 @pytest.mark.parametrize(
-    "family",
+    ("family", "optimizer"),
     [
-        pytest.param(family, marks=pytest.mark.smoke if family == "Mixtral" else ())
-        for family in FAMILIES
+        pytest.param(*case, marks=pytest.mark.smoke if "Mixtral" in case else ())
+        for case in (
+            *zip(FAMILIES, itertools.cycle(("adamw", "muon", "sgd")), strict=False),
+            ("Mixtral", "muon"),
+        )
     ],
 )
 def test_one_expert_on_each_rank(family: str, optimizer: str):
@@ -608,7 +603,7 @@ def mpt(kind: str) -> nn.Module:
 
 
 @pytest.mark.table("glu-2")
-@LAYOUTS
+@pytest.mark.parametrize("degree", [4, 2])
 @pytest.mark.parametrize("kind", ["glu", "mlp"])
 def test_foundry(kind: str, degree: int):
     """Such a layer is one unit, and each rank has rows of its own experts."""
@@ -666,8 +661,7 @@ ADAPTED = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT with transformers 5
 @pytest.mark.table("Mixtral-2")
-@LAYOUTS
-@pytest.mark.parametrize("family", ADAPTED)
+@parametrize_by_turns(family=ADAPTED, degree=[2, 4])
 def test_adapters(family: str, degree: int):
     """An adapter for each expert, where all before it is frozen; or for attention alone."""
     stacked = any(param.ndim == 3 for param in pair(family)[0].parameters())

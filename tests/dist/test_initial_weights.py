@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
 from tests.support.models import WIDTH, TinyLM, batches, llama_config
-from tests.support.pairs import parametrize_pairs
+from tests.support.pairs import parametrize_by_turns
 from tests.support.parity import (
     OPTIMIZERS,
     check_parity_from_here,
@@ -107,9 +107,9 @@ MODELS: dict[str, Make] = {
 }
 
 
-@pytest.mark.table("all layers-meta-sgd")
+@pytest.mark.table("tables-meta-sgd")
 @pytest.mark.world_size(2)
-@parametrize_pairs(name=MODELS, others=("cpu", "meta"), optimizer=OPTIMIZERS)
+@parametrize_by_turns(name=MODELS, others=("meta", "cpu"), optimizer=OPTIMIZERS)
 def test_rank_0_wins(name: str, others: str, optimizer: str):
     rank = dist.get_rank()
     make = MODELS[name]
@@ -121,9 +121,9 @@ def test_rank_0_wins(name: str, others: str, optimizer: str):
     check_parity_from_here(model, expected, optimizer)
 
 
-@pytest.mark.table("all layers-parameters_on_meta-sgd")
+@pytest.mark.table("all layers-parameters_on_meta-adamw")
 @pytest.mark.world_size(2)
-@parametrize_pairs(name=MODELS, make_meta=(on_meta, parameters_on_meta), optimizer=OPTIMIZERS)
+@parametrize_by_turns(name=MODELS, make_meta=(on_meta, parameters_on_meta), optimizer=OPTIMIZERS)
 def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module], optimizer: str):
     make = MODELS[name]
     model = sharded(make_meta(make, seed=dist.get_rank()))

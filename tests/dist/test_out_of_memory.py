@@ -528,7 +528,7 @@ def test_auto_without_fsdp2_is_composers():
 @pytest.mark.matrix
 @pytest.mark.fault
 @pytest.mark.world_size(2)
-def test_200_times_in_a_row():
+def test_50_times_in_a_row():
     """Anywhere, on any rank: nothing hangs, nothing stays gathered, nothing is lost."""
     choose = random.Random(0)
     torch.manual_seed(0)
@@ -540,7 +540,7 @@ def test_200_times_in_a_row():
     assert run is not None
     failing = Failing(units, choose)
     survived = 0
-    for batch in batches(200, 4):
+    for batch in batches(50, 4):
         lm_loss(oracle(batch[0]), batch[1]).backward()
         failing.choose()
         while True:
@@ -556,7 +556,7 @@ def test_200_times_in_a_row():
         for optimizer in pair:
             optimizer.step()
             optimizer.zero_grad()
-    assert survived == 200
+    assert survived == 50
     guard.remove()
     assert guarded_groups(model) == []
     assert_same_values(oracle, model)

@@ -24,7 +24,7 @@ from tests.support.models import (
     TwoNames,
     batches,
 )
-from tests.support.pairs import parametrize_pairs
+from tests.support.pairs import parametrize_by_turns, parametrize_pairs
 from tests.support.parity import OPTIMIZERS, Recipe, check_parity, gathered, model_loss
 
 # Newer torch says so of every `nn.Linear` that is a unit by itself; nothing here adds in place.
@@ -56,25 +56,23 @@ FROZEN = {
 both_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
-@pytest.mark.table("sgd-norm clipping")
+@pytest.mark.table("norm clipping-sgd")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("recipe", RECIPES)
-@both_optimizers
+@parametrize_by_turns(recipe=RECIPES, optimizer=OPTIMIZERS)
 def test_recipe(recipe: str, optimizer: str):
     check_parity(Short, {}, optimizer, RECIPES[recipe])
 
 
-@pytest.mark.table("sgd-True")
+@pytest.mark.table("True-sgd")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("reshard", [True, False, "auto"])
-@both_optimizers
+@parametrize_by_turns(reshard=[True, False, "auto"], optimizer=OPTIMIZERS)
 def test_reshard(reshard: Any, optimizer: str):
     check_parity(TinyLM, {"reshard_after_forward": reshard}, optimizer)
 
 
-@pytest.mark.table("storage-False-sgd")
+@pytest.mark.table("storage-True-adamw")
 @pytest.mark.world_size(2)
-@parametrize_pairs(tie=TIES, cut=(False, True), optimizer=OPTIMIZERS)
+@parametrize_by_turns(tie=TIES, cut=(False, True, True, False), optimizer=OPTIMIZERS)
 def test_ties(tie: str, cut: bool, optimizer: str):
     _check_tie(tie, _cut(tie) if cut else {}, optimizer)
 
@@ -88,10 +86,9 @@ def test_composer_models(kind: type[nn.Module], cut: bool, optimizer: str):
     check_parity(kind, CUT if cut else {}, optimizer)
 
 
-@pytest.mark.table("sgd-everything but the head")
+@pytest.mark.table("everything but the head-sgd")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("part", FROZEN)
-@both_optimizers
+@parametrize_by_turns(part=FROZEN, optimizer=OPTIMIZERS)
 def test_frozen(part: str, optimizer: str):
     model = check_parity(functools.partial(_frozen, FROZEN[part]), {}, optimizer)
     fresh = gathered(_seeded(TinyLM))
@@ -232,7 +229,7 @@ def test_hsdp(replicate: int, recipe: str, optimizer: str):
 
 @pytest.mark.table
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("tie", TIES[1:])
+@pytest.mark.parametrize("tie", ["two modules", "storage"])
 def test_hsdp_with_ties(tie: str):
     """Without one: `test_hsdp`."""
     _check_tie(tie, {**_cut(tie), "data_parallel_replicate_degree": 2}, "adamw")
@@ -245,10 +242,9 @@ def test_reshard_to_two_of_four_ranks(tie: str, optimizer: str):
     check_parity(functools.partial(TinyLM, tie), {"reshard_after_forward": 2}, optimizer)
 
 
-@pytest.mark.table("sgd-norm clipping")
+@pytest.mark.table("norm clipping-adamw")
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("recipe", ["accumulation", "norm clipping", "evaluation"])
-@both_optimizers
+@parametrize_by_turns(recipe=["accumulation", "norm clipping", "evaluation"], optimizer=OPTIMIZERS)
 def test_recipe_on_four_ranks(recipe: str, optimizer: str):
     check_parity(Short, {"activation_checkpointing": True}, optimizer, RECIPES[recipe])
 

@@ -24,6 +24,7 @@ from tests.dist.test_fsdp1_checkpoints import check_state, fit, resume
 from tests.dist.test_out_of_memory import FITS, Memory
 from tests.dist.test_state_policies import POLICIES
 from tests.support.models import VOCAB, TinyComposer, TinyLM, lm_loss
+from tests.support.pairs import parametrize_by_turns
 from tests.support.parity import full
 from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
 
@@ -92,10 +93,9 @@ def is_kept(trainer: Trainer) -> bool:
 # --- Checkpoints. ---
 
 
-@pytest.mark.table("bf16-full")
+@pytest.mark.table("8 bits-full")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("policy", POLICIES)
+@parametrize_by_turns(policy=POLICIES, kind=FORMATS)
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(policy: str, kind: str, tmp_path: Path):
     config = {"state_dict_type": kind}
     whole = run(tmp_path / "whole", policy, fsdp2=config)
@@ -126,8 +126,7 @@ def _loaded(path: str, policy: str | None) -> State:
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("policy", ["bf16", "8 bits", "8 bits cpu"])
+@parametrize_by_turns(policy=["bf16", "8 bits", "8 bits cpu"], kind=FORMATS)
 def test_saved_on_three_ranks_and_loaded_on_fewer(
     policy: str, kind: str, tmp_path: Path, ranks: Callable[..., list[Any]]
 ):
@@ -140,8 +139,7 @@ def test_saved_on_three_ranks_and_loaded_on_fewer(
 
 @pytest.mark.table
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("policy", POLICIES)
+@parametrize_by_turns(policy=POLICIES, kind=FORMATS)
 @pytest.mark.filterwarnings("ignore:.*lose precision")
 def test_switched_on_and_off_in_the_middle(policy: str, kind: str, tmp_path: Path):
     config = {"state_dict_type": kind}
@@ -251,10 +249,9 @@ def test_weights_that_were_written_are_stepped(policy: str):
     assert 0 < (after - 2 * before).abs().max() < 0.1
 
 
-@pytest.mark.table("cpu-1")
+@pytest.mark.table("cpu-0")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("start", [0, 1])
-@pytest.mark.parametrize("policy", POLICIES)
+@parametrize_by_turns(policy=POLICIES, start=[0, 1])
 def test_another_attempt_starts_from_the_state_of_before(policy: str, start: int):
     def tried_again_from(point: str) -> Trainer:
         model = built(Wide)

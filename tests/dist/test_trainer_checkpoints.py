@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from composer_fsdp2 import installed
 from tests.support.models import TinyComposer
+from tests.support.pairs import parametrize_by_turns
 from tests.support.parity import OPTIMIZERS, full
 from tests.support.training import (
     built,
@@ -244,10 +245,9 @@ def _continued(
 @pytest.mark.filterwarnings("ignore:.*is not in the state_dict")
 @pytest.mark.filterwarnings("ignore:.*do not both have .*schedulers")
 @pytest.mark.filterwarnings("ignore:.*do not both have .*initial_lr")
-@pytest.mark.table("torch's to another of torch's-sharded")
+@pytest.mark.table("schedules5-full")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("schedules", EXCHANGES, ids=" to ".join)
+@parametrize_by_turns(schedules=EXCHANGES, kind=FORMATS)
 def test_a_schedule_that_is_added_or_exchanged(
     schedules: tuple[str, str], kind: str, tmp_path: Path
 ):
@@ -259,8 +259,7 @@ def test_a_schedule_that_is_added_or_exchanged(
 
 @pytest.mark.matrix
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("lists", [True, False], ids=["in the optimizer", "not in the optimizer"])
+@parametrize_by_turns(lists=[True, False], kind=FORMATS)
 def test_layers_frozen_between_runs(lists: bool, kind: str, tmp_path: Path):
     frozen, schedules = ("embed", "blocks.0"), ("Composer's", "Composer's")
     oracle, rates = _continued(tmp_path / "alone", None, schedules, frozen, lists)
