@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["covering", "pairs_of", "parametrize_by_turns", "parametrize_pairs"]
+__all__ = ["covering", "fewest", "pairs_of", "parametrize_by_turns", "parametrize_pairs"]
 
 Case = dict[str, Any]
+T = TypeVar("T")
 
 
 def parametrize_pairs(**settings: Iterable[Any]) -> pytest.MarkDecorator:
@@ -33,17 +34,20 @@ def covering(
 
     Greedy: each case is the one with most pairs that are new, so the same input gives the same.
     """
-    names = list(settings)
     every = [
-        dict(zip(names, values, strict=True)) for values in itertools.product(*settings.values())
+        dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())
     ]
-    pairs = {index: pairs_of(case) for index, case in enumerate(every) if allowed(case)}
-    left = set[Any]().union(*pairs.values())
-    chosen = []
+    return fewest([case for case in every if allowed(case)], pairs_of)
+
+
+def fewest(cases: Sequence[T], pairs: Callable[[T], frozenset[Any]]) -> list[T]:
+    """Some of the cases that have all pairs of all, greedily chosen."""
+    found = dict(enumerate(map(pairs, cases)))
+    left, chosen = set[Any]().union(*found.values()), list[T]()
     while left:
-        best = max(pairs, key=lambda index: len(pairs[index] & left))
-        left -= pairs[best]
-        chosen.append(every[best])
+        best = max(found, key=lambda index: len(found[index] & left))
+        left -= found[best]
+        chosen.append(cases[best])
     return chosen
 
 
