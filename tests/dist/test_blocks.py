@@ -69,6 +69,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_every_mode_trains_to_the_same_weights():
     kept = trained({})

@@ -65,7 +65,7 @@ def _train(
     return found
 
 
-@pytest.mark.table("two modules-full")
+@pytest.mark.table
 @pytest.mark.parametrize("kind", SAVED)
 @pytest.mark.parametrize("tie", ["none", "two modules"])
 def test_a_run_goes_on_from_the_other_kind(kind: str, tie: str, ranks: Any, tmp_path: Path):

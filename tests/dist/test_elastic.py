@@ -213,7 +213,7 @@ def test_a_store_shared_by_all_attempts(environment: dict[str, str], told: bool,
 # --- Another number of ranks. ---
 
 
-@pytest.mark.table("2-1")
+@pytest.mark.table
 @pytest.mark.fault("restart with another number of ranks", "survived")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
 def test_another_number_of_ranks(before: int, after: int, ranks: Any, tmp_path: Path, whole: Path):

@@ -448,7 +448,7 @@ def test_groups_asked_for_before_the_closure_get_its_gradients():
     assert_same(*pairs)
 
 
-@pytest.mark.table("adamax")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "name", ["adamw fused", "adamax", "asgd", "sgd", "decoupled adamw", "lion"]

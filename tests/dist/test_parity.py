@@ -209,7 +209,7 @@ def test_a_checkpointed_module_may_hold_a_tie_itself():
     check_parity(make, {"activation_checkpointing": True})
 
 
-@pytest.mark.table("False-sgd")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("recompute", "optimizer"), [(False, "sgd"), (True, "adamw")])
 def test_offloaded_activations(recompute: bool, optimizer: str):

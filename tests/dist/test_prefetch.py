@@ -173,6 +173,7 @@ def test_ranks_that_run_in_another_order_hear_of_it():
         model(torch.ones(1, 4))
 
 
+@pytest.mark.table("module registered twice")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tie", ["two modules", "module registered twice"])
 def test_the_numbers_stay(tie: str):

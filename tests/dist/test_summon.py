@@ -274,6 +274,7 @@ def test_other_sequences(seed: int):
     _random_operations("tie", seed, {})
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(4)
 def test_any_sequence_of_operations_under_hsdp():
     twins = _random_operations("own, ignored, frozen", 0, {"data_parallel_replicate_degree": 2})

@@ -63,7 +63,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- What is trained on. ---
 
 
-@pytest.mark.table("tp")
+@pytest.mark.table
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_trains_as_without_sharding(form: str, ranks: Any, assets: Path):
     """The MDS loader, whose `replication` is set; a batch that four ranks could not share."""

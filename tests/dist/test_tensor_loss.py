@@ -123,6 +123,7 @@ def test_the_models_own_loss_is_that_of_one_process(tied: bool, degree: int, chu
     assert_same_values(oracle, model)
 
 
+@pytest.mark.matrix
 @VIEWS
 @pytest.mark.world_size(4)
 def test_foundrys_loss_is_that_of_one_process():

@@ -105,7 +105,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.table("layer_plan")
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("form", FORMS)

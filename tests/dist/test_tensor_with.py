@@ -339,7 +339,7 @@ def mixtral(**changes: Any) -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **sizes))
 
 
-@pytest.mark.table("six-sgd")
+@pytest.mark.table
 @VIEWS
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -192,7 +192,7 @@ def _fit_for(model: TinyComposer, *durations: str | None) -> None:
 HSDP = {"data_parallel_replicate_degree": 2}
 
 
-@pytest.mark.table("{'data_parallel_replicate_degree': 2}-adamw")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     ("fsdp2", "name"),

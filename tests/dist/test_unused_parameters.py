@@ -155,7 +155,7 @@ def test_experts_with(config: str):
     train_routed(Sparse, CONFIGS[config], "adamw")
 
 
-@pytest.mark.table("None-last", "fp32-every")
+@pytest.mark.table("None-last")
 @pytest.mark.fault("ranks use other experts, or none", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("sync", ["every", "last"])
@@ -324,6 +324,7 @@ def test_the_trainer_compares_from_the_next_batch_on(sync: str):
     trainer.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_nothing_is_left_in_the_store():
     """Ranks tell each other through it that they left something out."""
