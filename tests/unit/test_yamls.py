@@ -179,7 +179,6 @@ def test_its_code_is_where_it_says(path: Path):
         assert (ROOT / code).is_file()
 
 
-@pytest.mark.table("complete/small_data.py")
 @pytest.mark.parametrize("file", ["quickstart_data.py", "complete/small_data.py"])
 def test_the_code_of_one_run_leaves_the_next_alone(file: str, tmp_path: Path):
     """LLM Foundry keeps the transforms of a run for all later ones in the process."""
@@ -252,18 +251,6 @@ def test_its_mesh_resolves(path: Path):
     assert several.mesh.shard * several.mesh.replicate == 32
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/llama-3.2-1b.yaml",
-    "finetune/mpt-7b.yaml",
-    "finetune/phi-4.yaml",
-    "finetune/qwen3-8b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/mixtral-8x7b.yaml",
-    "pretrain/mpt-7b.yaml",
-    "pretrain/phi-4.yaml",
-    "pretrain/qwen3-8b.yaml",
-)
 @twelve_by_default
 @every_run
 def test_its_batch_divides(path: Path):
@@ -327,9 +314,6 @@ def test_pretraining_keeps_experts_evenly_used(model: str):
     assert run.model.config.output_router_logits is True
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml", "pretrain/llama-3.1-8b.yaml", "pretrain/olmoe-1b-7b.yaml"
-)
 @four_by_default
 @every_run
 def test_every_parameter_is_owned_once(path: Path):
