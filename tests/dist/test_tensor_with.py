@@ -46,6 +46,7 @@ from tests.dist.test_tensor_parallel import (
     qwen3,
 )
 from tests.dist.test_tensor_trainer import FORMS, adamw, built, samples, trained_alone
+from tests.support.pairs import parametrize_by_turns
 from tests.support.parity import OPTIMIZERS, TOLERANCE, assert_close, assert_same_values, full
 from tests.support.tensor_pairs import METHODS, MODELS, SETTINGS, TRAINER, Pair
 from tests.support.training import largest_difference, trainer_for, weights
@@ -342,12 +343,10 @@ def mixtral(**changes: Any) -> nn.Module:
 @pytest.mark.table
 @VIEWS
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "changes",
+@parametrize_by_turns(
     # With sixteen experts, some get no token in a batch of 28; six are not divisible.
-    [{}, {"num_local_experts": 16, "num_experts_per_tok": 1}, {"num_local_experts": 6}],
-    ids=["four", "some without tokens", "six"],
+    changes=[{}, {"num_local_experts": 16, "num_experts_per_tok": 1}, {"num_local_experts": 6}],
+    optimizer=OPTIMIZERS,
 )
 def test_experts_train_like_one_process(changes: dict[str, int], optimizer: str):
     torch.manual_seed(0)
