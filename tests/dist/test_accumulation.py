@@ -245,7 +245,7 @@ def test_the_same_numbers_and_fewer_bytes(sync: str, reshard: Any):
     assert traffic.gathered.total() == gathered[reshard]
 
 
-@pytest.mark.table("1-reduce_scatter_only")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("sync", ["every", "last", "reduce_scatter_only"])
 @pytest.mark.parametrize("reshard", ["auto", 1])

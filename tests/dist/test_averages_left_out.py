@@ -81,6 +81,7 @@ def _check_cures(path: Path, folder: Path, plain: Trainer) -> None:
     assert largest_difference(weights(resumed.state.model), weights(plain.state.model)) <= 1e-6
 
 
+@pytest.mark.table("full")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_evaluation_has_the_averages(kind: str, tmp_path: Path):

@@ -316,7 +316,7 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(llama_config(tied=False, use_cache=False))
 
 
-@pytest.mark.table("False")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_tiles_train_like_the_whole_and_gather_nothing_more(recompute: bool):

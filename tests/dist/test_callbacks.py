@@ -348,7 +348,7 @@ class Saves(Callback):
         self._save(state, "eval")
 
 
-@pytest.mark.table("full")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.filterwarnings("ignore:LoadCheckpoint is not in the state_dict")
@@ -401,6 +401,7 @@ def _speaker() -> ComposerModel:
     return HuggingFaceModel(LlamaForCausalLM(config), _tokenizer(), use_logits=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_generates_like_one_process():
     found = []

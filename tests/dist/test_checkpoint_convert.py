@@ -101,7 +101,7 @@ def _train_hugging_face(name: str, kind: str, folder: Path) -> dict[str, torch.T
 
 
 # GPT-2's blocks do; newer torch warns of what could happen to a view.
-@pytest.mark.table("llama tied-full", "llama-full")
+@pytest.mark.table("llama tied-full")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("name", ["llama tied", "llama", "gpt2"])

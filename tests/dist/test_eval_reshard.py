@@ -66,7 +66,7 @@ def test_gathers_of_an_evaluation(reshard: Any, eval_reshard: bool | None):
     assert found == [*evaluation, training]
 
 
-@pytest.mark.table("True")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("eval_reshard", [True, False])
 def test_a_number_of_ranks_comes_back(eval_reshard: bool):

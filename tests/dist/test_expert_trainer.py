@@ -207,6 +207,7 @@ def _state_as(kind: str, trainer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.matrix
 def test_a_file_is_that_of_one_process(tmp_path: Path):
     install()
     layout = {"ep": 2, "fsdp2": {"state_dict_type": "full"}}

@@ -95,6 +95,7 @@ def test_fsdp2_through_llm_foundrys_own_key(ranks, assets):
         assert found.sharded
 
 
+@pytest.mark.matrix
 def test_packing(ranks, assets):
     """Each rank packs what it is dealt, so the run to compare with has as many."""
     packing = {"train_loader.dataset.packing_ratio": 2.0}
@@ -530,7 +531,7 @@ def exported(cfg: dict[str, Any], folder: Path) -> None:
         assert same_logits
 
 
-@pytest.mark.table("llama-fsdp21-bfloat16")
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("model", "fsdp2", "precision"),
     [("llama-tied", RECOMPUTED, "float32"), ("llama", FSDP2, "bfloat16")],

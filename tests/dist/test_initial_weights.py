@@ -136,7 +136,7 @@ def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module], optimizer: 
     check_parity_from_here(model, expected, optimizer)
 
 
-@pytest.mark.table("all layers")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tie", ["none", "two modules", "all layers", "module registered twice"])
 def test_units_may_cut_through_ties(tie: str):

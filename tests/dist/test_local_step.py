@@ -175,7 +175,7 @@ def test_gives_the_bits_of_dtensors(name: str):
     assert traffic.get_total_counts() == 0
 
 
-@pytest.mark.table("adamw fused")
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("name", ["decoupled adamw", "adamw fused", "own"])
 def test_gives_the_bits_of_dtensors_in_hsdp(name: str):

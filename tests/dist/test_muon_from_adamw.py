@@ -110,6 +110,7 @@ def test_moments_go_on(tmp_path: Path, fsdp2: dict[str, Any]):
     assert trainer.state.timestamp.batch == 4
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_it_goes_on_as_an_unsharded_run_would(tmp_path: Path):
     adam, weights = _saved(tmp_path, lambda p: DecoupledAdamW(p, lr=1e-2, weight_decay=1e-4), {})

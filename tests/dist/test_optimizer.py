@@ -131,7 +131,7 @@ def test_group_settings_reach_their_parameters():
     train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
 
 
-@pytest.mark.table("blocks.1")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("wanted", ["blocks.1", "up.weight", "embed"])
 def test_subset_of_parameters(wanted: str):
@@ -142,7 +142,7 @@ def test_subset_of_parameters(wanted: str):
     train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
 
 
-@pytest.mark.table("trainable")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("given", ["all", "trainable"])
 def test_frozen_parameters(given: str):

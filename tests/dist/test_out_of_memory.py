@@ -336,6 +336,7 @@ class Smaller(Callback):
             state.device_train_microbatch_size = FITS
 
 
+@pytest.mark.matrix
 @pytest.mark.fault("out of memory where ranks do not agree any more", "survived")
 @pytest.mark.world_size(2)
 def test_without_guards_a_forward_is_tried_again():

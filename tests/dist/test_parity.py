@@ -77,7 +77,7 @@ def test_ties(tie: str, cut: bool, optimizer: str):
     _check_tie(tie, _cut(tie) if cut else {}, optimizer)
 
 
-@pytest.mark.table("AcrossChildren-False-adamw")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @parametrize_pairs(
     kind=(TinyComposer, AcrossChildren, Grandchild), cut=(False, True), optimizer=OPTIMIZERS

@@ -64,6 +64,7 @@ def test_predict_deals_samples_to_groups(layout: str):
     assert trainer.state.predict_timestamp.sample == 8
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_data_of_a_later_fit_is_dealt_to_groups(layout: str):

@@ -220,7 +220,7 @@ CLIPS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.table("norm")
+@pytest.mark.table
 @VIEWS
 @MODELS
 @pytest.mark.world_size(2)

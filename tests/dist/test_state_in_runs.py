@@ -221,6 +221,7 @@ def test_averages_go_on_after_a_checkpoint(name: str, tmp_path: Path):
     assert largest_difference(state_of(again), state_of(whole)) == 0.0
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_the_monitor_sees_moments():
     logged = []

@@ -260,14 +260,14 @@ def _random_operations(layout: str, seed: int, config: dict[str, Any]) -> Twins:
     return twins
 
 
-@pytest.mark.table("checkpointed")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_sequence_of_operations(layout: str):
     _random_operations(layout, 0, {})
 
 
-@pytest.mark.table("2")
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_other_sequences(seed: int):

@@ -180,7 +180,7 @@ def test_items_that_have_not_been_tried_are_refused(case: str):
         trainer_for(model, adamw(model), samples(), **settings)
 
 
-@pytest.mark.table("norm")
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("kind", ["norm", "value"])

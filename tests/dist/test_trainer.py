@@ -329,7 +329,7 @@ def _llama(tied: bool) -> Any:
         return HuggingFaceModel(LlamaForCausalLM(config), use_logits=True)
 
 
-@pytest.mark.table("False")
+@pytest.mark.table
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tied", [True, False])

@@ -102,6 +102,7 @@ class MarkedComposer(TinyComposer):
 APART = {"wrap_policy": {"names": ["net.norm"]}}
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_a_final_norm_goes_with_the_unit_around_it():
     sent: list[Bytes] = []

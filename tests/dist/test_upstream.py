@@ -70,6 +70,7 @@ def test_parameters_outside_every_child_that_is_a_unit(make: type[TinyComposer])
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
 
 
+@pytest.mark.matrix
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 def test_the_root_of_a_plain_module_is_a_unit():
