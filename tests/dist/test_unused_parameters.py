@@ -269,7 +269,7 @@ class Twice(NeverSpare):
 @pytest.mark.table
 @pytest.mark.fault("ranks run other branches of a model after the first step", "survived")
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("make", [Forked, Twice])
+@pytest.mark.parametrize("make", [NeverSpare, Forked, Twice])
 def test_branches_that_differ_after_the_first_step(make: Callable[[], nn.Module], ranks: int):
     copies = {"gradient_sync": "reduce_scatter_only", "data_parallel_replicate_degree": 2}
     last = copies if ranks > 2 else {"reshard_after_forward": False}

@@ -55,9 +55,10 @@ EVERY = [(name, case) for name in VARIANTS for case in cases_of(name)]
 
 
 def pairs(named: tuple[str, Case]) -> frozenset[Any]:
-    """Two things each that a case is, but for the place where memory runs out in a variant."""
-    found = (pair for pair in pairs_of(row(*named)) if {key for key, _ in pair} != BOTH)
-    return frozenset(found)
+    """All pairs of a case's values, but for its place beside its variant."""
+    return frozenset(
+        pair for pair in pairs_of(row(*named)) if {key for key, _ in pair} != {"place", "variant"}
+    )
 
 
 def row(name: str, case: Case) -> dict[str, Any]:
@@ -71,8 +72,7 @@ def row(name: str, case: Case) -> dict[str, Any]:
     }
 
 
-BOTH = {"place", "variant"}
-RUN = fewest(EVERY, pairs)
+RUN = fewest([named for named in EVERY if due(named[1]) == "survived"], pairs)
 
 
 def trained(name: str, cases: list[Case]) -> list[str]:
@@ -146,7 +146,7 @@ def test_training_ends_as_if_it_had_begun_with_what_fits(name: str):
 
 
 def tried_again(name: str) -> list[Case]:
-    return [case for of, case in RUN if of == name and due(case) == "survived"]
+    return [case for of, case in RUN if of == name]
 
 
 class RunEndedError(Exception):
@@ -154,8 +154,9 @@ class RunEndedError(Exception):
 
 
 AS_IT_SHOULD = "every rank was told to resume from a checkpoint"
-ENDED = [(name, case) for name in ("plain", "HSDP") for case in cases_of(name)]
-ENDED = [(name, case) for name, case in ENDED if due(case) == "reported"]
+ENDED = [
+    (name, case) for name, case in EVERY if name in ("plain", "HSDP") and due(case) == "reported"
+]
 
 
 def ended(name: str, case: Case) -> None:
@@ -173,7 +174,7 @@ def test_where_nothing_can_be_tried_again_all_ranks_hear_of_it(ranks, name: str,
 
 
 def test_the_table_is_large_and_has_all_pairs():
-    assert len(RUN) >= 120
+    assert len(RUN) >= 110
     assert len(EVERY) + 3 * len(EVALUATED) <= 400
     rows = [row(*named) for named in EVERY]
     missing = {

@@ -41,7 +41,12 @@ def covering(
 
 
 def fewest(cases: Sequence[T], pairs: Callable[[T], frozenset[Any]]) -> list[T]:
-    """Some of the cases that have all pairs of all, greedily chosen."""
+    """Returns cases that have every pair that any case has, greedily chosen.
+
+    Args:
+        cases: to choose from.
+        pairs: of a case.
+    """
     found = dict(enumerate(map(pairs, cases)))
     left, chosen = set[Any]().union(*found.values()), list[T]()
     while left:
