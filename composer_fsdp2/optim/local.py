@@ -206,6 +206,9 @@ class LocalStep:
 
         def with_gradients(closure: Any) -> Any:
             def run(*inner: Any, **named: Any) -> Any:
+                # Those of the batch before, which would stay beside the ones that it computes.
+                for shard in self._stepping:
+                    shard.local.grad = shard.grad = None
                 found = closure(*inner, **named)
                 self._give_gradients()
                 return found

@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from composer_fsdp2 import Muon, PlanError, prepare_fully_shard
 from composer_fsdp2.errors import ShardReadError
+from composer_fsdp2.torch_private.tensors import local_tensor
 from tests.support.pairs import parametrize_by_turns
 from tests.support.parity import full
 
@@ -518,14 +519,39 @@ def test_a_group_that_is_added_later_is_stepped():
     assert_same(*pairs)
 
 
+def gradients(model: nn.Module) -> list[Any]:
+    found = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    return list(map(weakref.ref, found))
+
+
 @pytest.mark.world_size(2)
 def test_gradients_are_let_go_after_the_step():
     model, optimizer = prepared(OPTIMIZERS["adamw foreach"])
     train(model, optimizer, [0])
-    held = [weakref.ref(p.grad.to_local()) for p in model.parameters() if p.grad is not None]
+    held = gradients(model)
     optimizer.zero_grad()
     gc.collect()
     assert not any(one() is not None for one in held)
+
+
+@pytest.mark.world_size(2)
+def test_a_closure_computes_without_the_gradients_of_the_step_before():
+    model, optimizer = prepared(OPTIMIZERS["decoupled adamw"])
+    alive, held = [], []
+
+    def closure():
+        optimizer.zero_grad()
+        gc.collect()
+        alive.append(sum(one() is not None for one in held))
+        loss = model(torch.randn(4, 5)).square().mean()
+        loss.backward()
+        held[:] = gradients(model)
+        return loss.item()
+
+    for _ in range(3):
+        optimizer.step(closure=closure)
+    assert alive == [0, 0, 0]
+    assert len(held) > 1
 
 
 @pytest.mark.world_size(2)

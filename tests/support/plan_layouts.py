@@ -291,9 +291,14 @@ def step(
     batch: torch.Tensor,
     compute: Callable[[nn.Module, torch.Tensor], tuple[Any, torch.Tensor]],
 ) -> None:
-    optimizer.zero_grad()
-    with run.accumulation.batch(), run.accumulation.microbatch(last=True):
-        outputs, loss = compute(run.model, batch)
-        loss.backward()
-    del outputs, loss
-    optimizer.step()
+    """Makes a step as Composer's Trainer does, which has the optimizer call for the gradients."""
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        with run.accumulation.batch(), run.accumulation.microbatch(last=True):
+            outputs, loss = compute(run.model, batch)
+            loss.backward()
+        del outputs
+        return loss.item()
+
+    optimizer.step(closure)
