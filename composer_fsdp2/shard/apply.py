@@ -365,7 +365,8 @@ def _shard_unit(
     # Before it is sharded, which gives the module another class.
     is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
     frozen = layout.is_frozen(unit)
-    cast, mp_policy = InputCast.taken_from(mp_policy)
+    offloaded = mesh.device_type if "offload_policy" in kwargs else None
+    cast, mp_policy = InputCast.taken_from(mp_policy, offloaded)
     hook_before_sharding(module)
     fully_shard(
         module,

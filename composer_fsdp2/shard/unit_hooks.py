@@ -71,7 +71,7 @@ def hook_after_sharding(module: nn.Module, cast: InputCast, full: str | None, fr
     if full is not None:
         # No hook: a context that a pre-hook enters would not be left after every error.
         module.forward = torch.autocast(full, enabled=False)(module.forward)
-    if cast.dtype is not None:
+    if cast.dtype is not None or cast.device is not None:
         # Runs after FSDP2's own, which is prepended and moves inputs to the device. Also when a
         # forward is run again in backward, where FSDP2 of torch 2.7 returns before its cast.
         module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
@@ -177,19 +177,25 @@ class InputCast:
     """Casts floating point inputs to one dtype, or not at all; see [Note: casting inputs]."""
 
     dtype: torch.dtype | None
+    device: str | None = None
+    """Type of the device that inputs are moved to. Shards in CPU memory make a model that asks for
+    the device of its weights (`hidden.to(head.weight.device)`) move them there."""
 
     @classmethod
     @functools.lru_cache(maxsize=64)
-    def taken_from(cls, policy: MixedPrecisionPolicy) -> tuple[InputCast, MixedPrecisionPolicy]:
+    def taken_from(
+        cls, policy: MixedPrecisionPolicy, device: str | None
+    ) -> tuple[InputCast, MixedPrecisionPolicy]:
         """Returns the cast a policy asks for, and the policy without it."""
         if policy.param_dtype is None or not policy.cast_forward_inputs:
-            return cls(None), policy
+            return cls(None, device), policy
         # With this field set, FSDP2 would cast in a pre-hook of its own, before ours.
-        return cls(policy.param_dtype), dataclasses.replace(policy, cast_forward_inputs=False)
+        without = dataclasses.replace(policy, cast_forward_inputs=False)
+        return cls(policy.param_dtype, device), without
 
     def __call__(self, value: Any) -> Any:
         """Casts the tensors in a value; other containers than tuple, list and dict stay whole."""
-        if self.dtype is None:
+        if self.dtype is None and self.device is None:
             return value
         # Nearly every unit gets these; the tree of torch costs 5 % of a small step.
         if type(value) is dict:
@@ -201,9 +207,10 @@ class InputCast:
         return tree_map(self._cast, value, is_leaf=_is_no_container)
 
     def _cast(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
         # As FSDP2's own cast does: integers and complex numbers stay.
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(self.dtype) if floating else value
+        return value.to(self.device, self.dtype if value.is_floating_point() else None)
 
     def before_forward(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

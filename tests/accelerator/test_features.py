@@ -90,3 +90,29 @@ def test_computes_as_on_the_cpu(name: str):
     # State is rounded by chance, and gradients differ in their last bits.
     tolerance = 1e-3 if "optimizer_state" in settings else 1e-6
     assert losses(name, settings, NAME) == pytest.approx(expected, rel=tolerance)
+
+
+class MovesToItsHead(nn.Module):
+    """Asks where its head's weight is, as MPT does, before it calls the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.body._fsdp_wrap = self.head._fsdp_wrap = True  # pyright: ignore
+        self.places: list[str] = []
+        self.head.register_forward_hook(
+            lambda _module, inputs, _output: self.places.append(inputs[0].device.type)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(hidden).to(self.head.weight.device))
+
+
+@pytest.mark.world_size(1, backend=BACKEND)
+@pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.")
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+def test_inputs_that_a_model_moved_to_offloaded_weights_come_back(precision: str):
+    model = MovesToItsHead()
+    prepare_fully_shard(model, None, {"cpu_offload": True}, precision=precision, device=Pretend())
+    model(torch.ones(2, 8, device=NAME)).sum().backward()
+    assert model.places == [NAME]
