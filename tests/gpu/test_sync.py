@@ -64,7 +64,7 @@ def test_forward_and_backward_wait_for_nothing(config: dict[str, Any]):
 @pytest.mark.world_size(1, backend="nccl")
 def test_agreements_wait_for_nothing():
     """Their group is gloo's, and they are told so: alone, a rank asks nobody."""
-    found, busy = Agreement(dist.new_group(backend="gloo")), torch.ones(4096, 4096, device="cuda")
+    found, busy = Agreement([dist.new_group(backend="gloo")]), torch.ones(4096, 4096, device="cuda")
     with pytest.MonkeyPatch.context() as patch, no_host_may_wait():
         patch.setattr(dist, "get_world_size", lambda group=None: 2)
         for _ in range(20):
