@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.apply import merge_aliases
 from composer_fsdp2.shard.initial_weights import replace_parameter
 from composer_fsdp2.step.run import Run, StepListener
-from composer_fsdp2.torch_private.fake import Watch, fake_ranks
+from composer_fsdp2.torch_private.fake import Watch, fake_ranks, gpu_autocast
 
 __all__ = ["STATE", "Trace", "Window", "Work", "observe_steps", "trace_steps"]
 
@@ -41,8 +41,8 @@ class Work:
     compute: Callable[[nn.Module, Any], tuple[Any, torch.Tensor]]
     """returns outputs and loss of a microbatch"""
     microbatches: int = 1
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """makes the context of the steps"""
+    on_gpus: bool = False
+    """with the autocast of GPUs, and what their kernels take"""
     ahead: int = 0
     """units that are gathered before they are needed"""
     ranks: int
@@ -145,7 +145,7 @@ def trace_steps(
             _drop_values(model, optimizer)
         # Outside of the mode, in which a mesh would have no numbers of ranks.
         run = work.prepare(model, optimizer)
-        with mode, work.around():
+        with mode, gpu_autocast() if work.on_gpus else nullcontext():
             return observe_steps(run, optimizer, work, mode, state_only=state_only)
 
 
@@ -170,7 +170,7 @@ def observe_steps(
     """
     axes = list(run.shape.axes)
     counter = CollectiveCounter(work.ranks_per_node, *axes if len(axes) == 1 else ())
-    with Watch(counter.hear, mode) as watch:
+    with Watch(counter.hear, mode, on_gpus=work.on_gpus) as watch:
         state = _State(run, optimizer, watch)
         held = state.make()
         if state_only:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from composer_fsdp2.estimate.trace import Work
 from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.rehearsal import Parts
 from composer_fsdp2.optim.elementwise import check_optimizer_state
-from composer_fsdp2.torch_private.fake import gpu_autocast
 from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
@@ -83,7 +81,7 @@ def forecast_run(
             prepare=preparing(
                 settings, precision, steps_together=cluster.on_gpus and "optimizer" not in on_host
             ),
-            around=gpu_autocast if cluster.on_gpus else contextlib.nullcontext,
+            on_gpus=cluster.on_gpus,
             batch=_batch_of(rows, config.max_seq_len),
             compute=compute_loss(precision),
             microbatches=math.ceil(size / rows),

@@ -59,6 +59,9 @@ _IN_FP32 = (
     *("nll_loss", "kl_div", "binary_cross_entropy_with_logits", "cosine_similarity"),
 )
 """operators that autocast computes in fp32 on GPUs, and not on CPUs"""
+_KERNELS_WITH_COPY = {torch.ops.aten._softmax_backward_data}
+"""operators whose kernel on GPUs makes a tensor like their first argument, and frees it (`tmp` in
+`softmax_backward_cuda_out`)"""
 
 
 class UntraceableError(Exception):
@@ -176,13 +179,18 @@ class Watch(TorchDispatchMode):
     Args:
         heard: is called with the name, arguments and result of each collective.
         mode: of fake tensors, whose known values are computed; `None` for real ones.
+        on_gpus: what kernels of GPUs take counts too.
     """
 
     def __init__(
-        self, heard: Callable[[str, Any, Any], None], mode: FakeTensorMode | None = None
+        self,
+        heard: Callable[[str, Any, Any], None],
+        mode: FakeTensorMode | None = None,
+        *,
+        on_gpus: bool = False,
     ) -> None:
         super().__init__()
-        self._heard = heard
+        self._heard, self._on_gpus = heard, on_gpus
         self.kind = "other"
         """of storages that are made from now on"""
         self.now: Counter[str] = Counter()
@@ -255,6 +263,8 @@ class Watch(TorchDispatchMode):
             if tensor.device.type != "meta" and self._is_own(tensor):
                 self.note(tensor.untyped_storage())
         packet = func.overloadpacket
+        if self._on_gpus and packet in _KERNELS_WITH_COPY:
+            self.note(torch.empty_like(given[0]).untyped_storage())
         if func.namespace in _NAMESPACES:
             self._heard(packet.__name__, args, result)
             if packet.__name__ != "allreduce_":  # of equal ranks it changes no maximum

@@ -53,4 +53,6 @@ def counted(recomputed: bool) -> int:
 def test_the_peak_of_a_step_under_autocast(recomputed: bool, ranks: Callable[..., list[int]]):
     pytest.importorskip("llmfoundry", reason="needs the extra foundry")
     found = ranks(1, counted, recomputed, backend=BACKEND)[0]
+    # The backward of softmax copies its gradient on GPUs, and on no other device: fp32, four heads.
+    found += layout(recomputed).rows * 4 * LENGTH**2 * 4
     assert predicted(layout(recomputed), 0, on_gpus=True)["peak"] == pytest.approx(found, rel=0.02)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,6 @@ from composer_fsdp2 import Muon, prepare_fully_shard
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.estimate.trace import Trace, Work, observe_steps, trace_steps
 from composer_fsdp2.step.run import Run, run_of
-from composer_fsdp2.torch_private.fake import gpu_autocast
 from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
 from tests.support.experts import EXPERTS, FAMILIES, choose, force
 from tests.support.models import VOCAB, TinyLM, llama_config, lm_loss
@@ -146,7 +144,7 @@ def work_of(layout: Layout, rank: int = 0, *, on_gpus: bool = False) -> Work:
     settings, _ = traced_settings(parse_config(layout.config))
     return Work(
         prepare=preparing(settings, layout.precision, steps_together=on_gpus),
-        around=gpu_autocast if on_gpus else contextlib.nullcontext,
+        on_gpus=on_gpus,
         batch=lambda: torch.arange(layout.rows * layout.length).view(layout.rows, -1) % VOCAB,
         compute=compute_loss(layout.precision),
         microbatches=layout.microbatches,
