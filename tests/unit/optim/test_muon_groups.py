@@ -166,7 +166,9 @@ def test_query_key_and_value_head_by_head(name: str):
     assert (layout.blocks, layout.turns) == (sizes, turns)
     torch.stack(list(model(torch.tensor([[3]]))[0].flatten())).square().sum().backward()
     outputs = layout.outputs(weight.shape)
-    used = [bool(weight.grad.index_select(layout.axis, rows).any()) for rows in outputs]
+    largest = [weight.grad.index_select(layout.axis, rows).abs().max() for rows in outputs]
+    # On some processors queries and keys get what rounding leaves, 1e-9 of the others.
+    used = [bool(one > 1e-6 * max(largest)) for one in largest]
     assert used == ([False, True, False] if name == "codegen" else [False, False, True])
     assert torch.cat(outputs).sort().values.tolist() == list(range(weight.shape[layout.axis]))
 
