@@ -42,7 +42,7 @@ class Work:
     """returns outputs and loss of a microbatch"""
     microbatches: int = 1
     on_gpus: bool = False
-    """with the autocast of GPUs, and what their kernels take"""
+    """steps run under the autocast of GPUs, and memory that their kernels take counts"""
     ahead: int = 0
     """units that are gathered before they are needed"""
     ranks: int

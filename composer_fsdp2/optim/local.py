@@ -206,7 +206,7 @@ class LocalStep:
 
         def with_gradients(closure: Any) -> Any:
             def run(*inner: Any, **named: Any) -> Any:
-                # Those of the batch before, which would stay beside the ones that it computes.
+                # Gradients of the batch before would stay beside those that the closure computes.
                 for shard in self._stepping:
                     shard.local.grad = shard.grad = None
                 found = closure(*inner, **named)

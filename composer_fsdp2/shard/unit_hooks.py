@@ -174,19 +174,19 @@ def _may_need_gradient(leaf: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputCast:
-    """Casts floating point inputs to one dtype, or not at all; see [Note: casting inputs]."""
+    """Casts floating point inputs, and moves inputs, if at all; see [Note: casting inputs]."""
 
     dtype: torch.dtype | None
     device: str | None = None
-    """Type of the device that inputs are moved to. Shards in CPU memory make a model that asks for
-    the device of its weights (`hidden.to(head.weight.device)`) move them there."""
+    """Type of the device that inputs are moved to where shards are in CPU memory: a model that asks
+    for the device of its weights (`hidden.to(head.weight.device)`) has moved them there."""
 
     @classmethod
     @functools.lru_cache(maxsize=64)
     def taken_from(
         cls, policy: MixedPrecisionPolicy, device: str | None
     ) -> tuple[InputCast, MixedPrecisionPolicy]:
-        """Returns the cast a policy asks for, and the policy without it."""
+        """Returns the cast a policy asks for, with a device, and the policy without it."""
         if policy.param_dtype is None or not policy.cast_forward_inputs:
             return cls(None, device), policy
         # With this field set, FSDP2 would cast in a pre-hook of its own, before ours.
@@ -194,7 +194,7 @@ class InputCast:
         return cls(policy.param_dtype, device), without
 
     def __call__(self, value: Any) -> Any:
-        """Casts the tensors in a value; other containers than tuple, list and dict stay whole."""
+        """Treats the tensors in a value; other containers than tuple, list and dict stay whole."""
         if self.dtype is None and self.device is None:
             return value
         # Nearly every unit gets these; the tree of torch costs 5 % of a small step.

@@ -179,7 +179,7 @@ class Watch(TorchDispatchMode):
     Args:
         heard: is called with the name, arguments and result of each collective.
         mode: of fake tensors, whose known values are computed; `None` for real ones.
-        on_gpus: what kernels of GPUs take counts too.
+        on_gpus: counts the memory that kernels of GPUs take and free.
     """
 
     def __init__(
