@@ -25,8 +25,7 @@ import torch
 import torch.nn as nn
 from optimizer import OPTIMIZERS, Block, Model, Params
 
-from composer_fsdp2.optim.state.form import Stored
-from composer_fsdp2.optim.state.kept import KeptState
+from composer_fsdp2.optim.state import KeptState, Stored
 
 POLICIES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16"},

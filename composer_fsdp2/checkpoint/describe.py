@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from composer_fsdp2.checkpoint.algorithms import vet_algorithms_of
-from composer_fsdp2.checkpoint.metadata import METADATA
+from composer_fsdp2.checkpoint.metadata import MESH, METADATA
 from composer_fsdp2.checkpoint.pickles import open_archive
 from composer_fsdp2.checkpoint.source import (
     Checkpoint,
@@ -26,12 +26,10 @@ from composer_fsdp2.checkpoint.source import (
 from composer_fsdp2.config.messages import shortened
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["MESH", "compare_checkpoints", "describe_checkpoint", "find_ties", "verify_checkpoint"]
+__all__ = ["compare_checkpoints", "describe_checkpoint", "find_ties", "verify_checkpoint"]
 
 MODEL = ("state", "model")
 OPTIMIZERS = ("state", "optimizers")
-MESH = "fsdp2_mesh"
-"""name of the run's axes in `state.metadata`"""
 _SCALARS = {
     "world_size": ("state", "metadata", "world_size"),
     "torch_version": ("state", "metadata", "torch_version"),

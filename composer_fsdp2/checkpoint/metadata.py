@@ -19,6 +19,7 @@ from composer_fsdp2.checkpoint.pickles import damaged, newer_torch, unpickle, un
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = [
+    "MESH",
     "METADATA",
     "check_counts",
     "check_places",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 METADATA = ".metadata"
+MESH = "fsdp2_mesh"
+"""name of the run's axes in `state.metadata`"""
 
 # Composer's loader tells the old layout by this key, too:
 # https://github.com/mosaicml/composer/blob/v0.32.1/composer/utils/checkpoint.py#L662

@@ -1,4 +1,4 @@
-"""Settings of tensor and sequence parallelism."""
+"""Settings of tensor, sequence and expert parallelism."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from typing import Any
 
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of
+from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.config.setting import (
     NULL,
     ValueType,
+    check_patterns,
     choice,
     count,
     is_string,
     mapping,
+    one_or_more,
     setting,
 )
 from composer_fsdp2.errors import ConfigError
 
 __all__ = [
+    "EXPERT_PARALLEL",
     "SEQUENCE_PARALLEL",
     "STYLES",
     "TENSOR_PARALLEL",
+    "ExpertSpec",
     "SequenceSpec",
     "TensorSpec",
     "Untried",
+    "check_expert_parallel_together",
     "check_sequence_parallel_together",
     "check_strategy",
     "check_tensor_parallel_together",
@@ -105,7 +111,7 @@ TENSOR_PARALLEL = mapping(
 Untried = Mapping[str, tuple[Callable[[Any], bool], str]]
 """settings that have not been tried beside another one: which values, and what may go wrong"""
 
-_UNTRIED: Untried = {
+_UNTRIED_WITH_TENSORS: Untried = {
     "communication": (
         lambda given: given.allocate_from_process_group or given.symmetric_memory,
         "NCCL's own memory is that of one group of ranks",
@@ -134,7 +140,9 @@ def check_untried(key: str, untried: Untried, values: Mapping[str, Any], errors:
             )
 
 
-check_tensor_parallel_together = functools.partial(check_untried, "tensor_parallel", _UNTRIED)
+check_tensor_parallel_together = functools.partial(
+    check_untried, "tensor_parallel", _UNTRIED_WITH_TENSORS
+)
 """finds what has not been tried with it"""
 
 
@@ -202,3 +210,70 @@ def check_sequence_parallel_together(values: Mapping[str, Any], errors: list[str
             "'sequence_parallel'. Blocks are compiled inside of what runs again there, and torch "
             "compiles nothing while it selects. Write mode: full, or leave compile out."
         )
+
+
+# --- Experts. ---
+
+
+_EXPERT_LISTS = ValueType(
+    expected="auto, or a list of patterns",
+    accepts=lambda value: isinstance(value, tuple),
+    check_inside=check_patterns,
+    parse=lambda key, raw, errors: () if raw == "auto" else one_or_more(key, raw, errors),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """How many ranks hold the experts of a layer between them, and which lists of experts."""
+
+    degree: int = setting(
+        1, count("ranks"), "ranks that hold the experts of a layer between them; 1 is none"
+    )
+    modules: tuple[str, ...] = setting(
+        (),
+        _EXPERT_LISTS,
+        "lists of experts: globs of their names, or `re:` and a regular expression; `auto` is all",
+    )
+
+
+EXPERT_PARALLEL = mapping(
+    ExpertSpec,
+    expected="null, a number or a mapping",
+    others=NULL,
+    parse=number_is_degree,
+    example="expert_parallel: {degree: 4}",
+)
+
+
+_UNTRIED_WITH_EXPERTS: Untried = {
+    "fp8": (bool, "scales would be those of one rank's tokens"),
+    "compile": (bool, "how many tokens an expert gets is known on the host alone"),
+    "tiled_mlp": (
+        lambda given: given is not None,
+        "ranks would exchange once for each tile, and have different numbers of them",
+    ),
+    "cpu_offload": (bool, "no run on several GPUs has shown it"),
+    "ignored_params": (bool, "nobody would average their gradients"),
+    "communication": (
+        lambda given: given.allocate_from_process_group or given.symmetric_memory,
+        "NCCL's own memory is that of one group of ranks",
+    ),
+    "unused_parameters": (
+        lambda given: given is False,
+        "an expert may get tokens on one rank alone",
+    ),
+    "optimizer_state": (
+        lambda given: given != OptimizerState(),
+        "checkpoints would show state of other ranks' experts in that form",
+    ),
+    "local_step": (
+        lambda given: given is False,
+        "torch's optimizers step no experts together with other weights",
+    ),
+}
+
+check_expert_parallel_together = functools.partial(
+    check_untried, "expert_parallel", _UNTRIED_WITH_EXPERTS
+)
+"""finds what has not been tried with it"""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from composer_fsdp2.config import blocks, expert, parallel
+from composer_fsdp2.config import blocks, parallel
 from composer_fsdp2.config.fsdp1 import FSDP1_ONLY, fsdp1_answer
 from composer_fsdp2.config.messages import ascii_repr, raise_errors, unknown_keys
 from composer_fsdp2.config.placement import (
@@ -19,7 +19,6 @@ from composer_fsdp2.config.placement import (
     OptimizerState,
     check_state_together,
 )
-from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
 from composer_fsdp2.config.setting import (
     BOOLEAN,
     FOLDER,
@@ -38,7 +37,14 @@ from composer_fsdp2.config.setting import (
     settings_of,
     with_methods,
 )
-from composer_fsdp2.config.wrapping import RESHARD, WRAP_POLICY, Reshard, WrapPolicy
+from composer_fsdp2.config.wrapping import (
+    PRECISION,
+    RESHARD,
+    WRAP_POLICY,
+    PrecisionSpec,
+    Reshard,
+    WrapPolicy,
+)
 from composer_fsdp2.errors import ConfigError
 
 __all__ = [
@@ -294,11 +300,11 @@ class FSDP2Config:
         saves="Degree 4: three quarters of the activations of a sequence.",
         costs="Two exchanges an attention layer in forward, and in backward.",
     )
-    expert_parallel: expert.ExpertSpec | None = setting(
+    expert_parallel: parallel.ExpertSpec | None = setting(
         None,
-        expert.EXPERT_PARALLEL,
+        parallel.EXPERT_PARALLEL,
         "Ranks hold the experts of a layer between them; tokens travel to their experts.",
-        check_together=expert.check_expert_parallel_together,
+        check_together=parallel.check_expert_parallel_together,
         see="recipes/experts.md",
         since="0.3.0",
         saves="Degree 4: three quarters of the experts that a rank gathers for a layer.",

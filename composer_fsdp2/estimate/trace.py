@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2.estimate.collectives import CollectiveCounter, Key
-from composer_fsdp2.optim.state.kept import kept_storages, storages_of
+from composer_fsdp2.optim.state import kept_storages, storages_of
 from composer_fsdp2.parallel.held import is_elsewhere
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan

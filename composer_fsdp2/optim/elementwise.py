@@ -27,7 +27,7 @@ from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.local import LocalStep, class_step
 from composer_fsdp2.optim.muon.optimizer import Muon
-from composer_fsdp2.optim.state.kept import KeptSteps
+from composer_fsdp2.optim.state import KeptSteps
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.torch_private.tensors import tree_leaves

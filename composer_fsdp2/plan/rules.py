@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from composer_fsdp2.config.precision import PrecisionSpec
-from composer_fsdp2.config.wrapping import UnitSettings, WrapPolicy
+from composer_fsdp2.config.wrapping import PrecisionSpec, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.config.precision import PrecisionSpec
-from composer_fsdp2.config.wrapping import UnitSettings
+from composer_fsdp2.config.wrapping import PrecisionSpec, UnitSettings
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, is_wrapper, may_be_unit
 from composer_fsdp2.plan.wrap_plan import Decision, WrapPlan
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from composer_fsdp2.config.precision import PrecisionSpec
-from composer_fsdp2.config.wrapping import UnitSettings
+from composer_fsdp2.config.wrapping import PrecisionSpec, UnitSettings
 from composer_fsdp2.plan.patterns import outer_names
 
 __all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "first_answer"]

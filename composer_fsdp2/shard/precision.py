@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from composer_fsdp2.blocks.fp8 import Float8Plan, torchao_module
-from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
+from composer_fsdp2.config.wrapping import DTYPES, PrecisionSpec
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.torch_private.units import (
     init_all_gather_extensions,

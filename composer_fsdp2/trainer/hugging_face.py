@@ -21,7 +21,6 @@ import torch
 from composer.utils import dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.staging import reason_at, write_failure
@@ -32,8 +31,9 @@ from composer_fsdp2.shard.apply import reshard
 from composer_fsdp2.shard.summon import is_summoned, summon_full_params
 from composer_fsdp2.torch_private.tensors import default_store
 from composer_fsdp2.trainer.override_attribute import override_attribute
+from composer_fsdp2.trainer.save import own_class
 
-__all__ = ["generate", "own_class", "save_pretrained", "summon_shards"]
+__all__ = ["generate", "save_pretrained", "summon_shards"]
 
 _KEY = "composer_fsdp2/save_pretrained"
 _WAIT_SECONDS = 120.0
@@ -110,11 +110,6 @@ def _unwritten(folder: Any, reason: object) -> CheckpointError:
         f"save_pretrained could not write '{folder}': {reason}. What is there is incomplete. Give "
         "a place with room that can be written to."
     )
-
-
-def own_class(module: nn.Module) -> type[Any]:
-    """Returns the class that a module had before FSDP2 gave it another one, `FSDP...`."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _await_everyone() -> None:

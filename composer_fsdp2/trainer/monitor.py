@@ -19,7 +19,7 @@ from torch import nn
 from composer_fsdp2.config.schema import FORECAST
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.norms import local_part
-from composer_fsdp2.optim.state.kept import kept_storages
+from composer_fsdp2.optim.state import kept_storages
 from composer_fsdp2.parallel.held import is_elsewhere, layer_of
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from composer_fsdp2.text import plain_name, size_text

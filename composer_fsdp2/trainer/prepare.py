@@ -27,8 +27,8 @@ from composer_fsdp2.blocks.fp8 import Float8Linear
 from composer_fsdp2.blocks.tiled_mlp import TiledMLP
 from composer_fsdp2.blocks.transformation import Transformation
 from composer_fsdp2.config.placement import CPUOffload
-from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.config.wrapping import PrecisionSpec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.guards.explain import ExplainErrors, UnusedHead
 from composer_fsdp2.guards.order_check import OrderCheck, Watchdog, is_broken

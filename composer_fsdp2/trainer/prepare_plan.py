@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from composer.core import Precision
@@ -25,7 +25,6 @@ from composer_fsdp2.blocks.transformation import (
     Transformation,
     plan_transformations,
 )
-from composer_fsdp2.checkpoint.pretrained import PretrainedWeights
 from composer_fsdp2.config.fsdp1 import convert_fsdp1_unit
 from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.config.wrapping import WrapPolicy, parse_unit_settings
@@ -52,6 +51,9 @@ from composer_fsdp2.shard.communication import check_communication
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, shared_seed
 from composer_fsdp2.shard.optimizer import check_optimizer, describe_optimizer
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
+
+if TYPE_CHECKING:
+    from composer_fsdp2.checkpoint.pretrained import PretrainedWeights
 
 __all__ = ["PreparePlan", "activation_choice", "trainer_rules"]
 
@@ -246,6 +248,9 @@ def _check_offload(settings: FSDP2Config, device_type: str) -> None:
 
 
 def _open_weights(path: str, tree: ModuleTree) -> PretrainedWeights:
+    # Here, because only runs with `pretrained_weights` need it.
+    from composer_fsdp2.checkpoint.pretrained import PretrainedWeights
+
     weights = PretrainedWeights(path, tree)
     if weights.skipped and dist.get_global_rank() == 0:
         warnings.warn(

@@ -25,8 +25,9 @@ from composer.utils import dist, format_name_with_dist, reproducibility
 from composer.utils.misc import ParallelismType
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.checkpoint.describe import MESH
+from composer_fsdp2.checkpoint.metadata import MESH
 from composer_fsdp2.checkpoint.staging import Publications, staged
 from composer_fsdp2.checkpoint.write import (
     Savers,
@@ -42,7 +43,6 @@ from composer_fsdp2.step.agreement import gloo_groups
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
-from composer_fsdp2.trainer.hugging_face import own_class
 from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "leave_background_save",
     "make_save_folder",
     "note_start",
+    "own_class",
     "save_checkpoint",
     "save_in_background",
     "write_whole_file",
@@ -182,6 +183,11 @@ class _Snapshot:
         if publish is not None:
             together(savers.everyone, publish, self.path)
         return str(self.path) if first else None
+
+
+def own_class(module: nn.Module) -> type[Any]:
+    """Returns the class that a module had before FSDP2 gave it another one, `FSDP...`."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def make_save_folder(

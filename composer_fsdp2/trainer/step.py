@@ -27,7 +27,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from composer.core import DataSpec, Event, State, TrainerMode
@@ -37,7 +37,6 @@ from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.explain import explained, explained_reading
-from composer_fsdp2.guards.joint_exit import joint_exit_of
 from composer_fsdp2.guards.order_check import OrderCheck, add_rank_report
 from composer_fsdp2.guards.out_of_memory import OOMGuard, is_out_of_memory
 from composer_fsdp2.step.accumulation import reset
@@ -49,6 +48,9 @@ from composer_fsdp2.torch_private.tensors import tree_leaves
 from composer_fsdp2.trainer.groups import counting_groups, refuse_auto
 from composer_fsdp2.trainer.load_steps import check_trains_own_weights
 from composer_fsdp2.trainer.override_attribute import override_attribute
+
+if TYPE_CHECKING:
+    from composer_fsdp2.guards.joint_exit import JointExit
 
 __all__ = [
     "eval_loop",
@@ -193,7 +195,7 @@ class _Evaluation(_Even):
     def __init__(self, run: Run, spec: DataSpec, metrics: Mapping[str, Any] | None) -> None:
         super().__init__(run, spec)
         self._metrics = metrics
-        self._exit = None if metrics is None else joint_exit_of(run.device)
+        self._exit = None if metrics is None else _joint_exit(run)
         self._running: Any = None
         self._kept: Snapshot | None = None
         self.spec.microbatch_transforms = self.together(self._transform)
@@ -261,9 +263,17 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 # --- Attempts. ---
 
 
+def _joint_exit(run: Run) -> JointExit | None:
+    """Returns the exit of this process, `None` where no other rank could wait. Collective: no."""
+    # Here, because only runs with `auto` need it.
+    from composer_fsdp2.guards.joint_exit import joint_exit_of
+
+    return joint_exit_of(run.device)
+
+
 def _leaving_together(run: Run, auto: bool) -> contextlib.AbstractContextManager[None]:
     """Counts collectives where a smaller microbatch may be tried. Collective: yes, at the end."""
-    exit_ = joint_exit_of(run.device) if auto else None
+    exit_ = _joint_exit(run) if auto else None
     return contextlib.nullcontext() if exit_ is None else exit_.watching()
 
 
@@ -279,7 +289,7 @@ class _Attempt:
 
     def __init__(self, trainer: Any, run: Run, searching: bool) -> None:
         self._trainer, self._run, self._searching = trainer, run, searching
-        self._exit = joint_exit_of(run.device)
+        self._exit = _joint_exit(run)
         self._stepped = False
         self._snapshot = Snapshot(run.device)
         self._snapshot.keep_buffers(run.model)

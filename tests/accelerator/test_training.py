@@ -13,8 +13,7 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import PlanError, prepare_fully_shard, summon_full_params
-from composer_fsdp2.optim.state.form import Stored
-from composer_fsdp2.optim.state.kept import KeptState
+from composer_fsdp2.optim.state import KeptState, Stored
 from tests.accelerator import device
 from tests.accelerator.device import BACKEND, NAME
 from tests.accelerator.training import Peak, Pretend, trained_beside_a_copy

@@ -19,7 +19,7 @@ from composer.loggers import InMemoryLogger
 from composer.optim import DecoupledAdamW
 
 from composer_fsdp2 import installed, prepare_fully_shard, summon_full_params
-from composer_fsdp2.optim.state.kept import KeptState
+from composer_fsdp2.optim.state import KeptState
 from tests.dist.test_fsdp1_checkpoints import check_state, fit, resume
 from tests.dist.test_out_of_memory import FITS, Memory
 from tests.dist.test_state_policies import POLICIES

@@ -22,8 +22,7 @@ from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.optim.state.form import Place, Stored, read, write
-from composer_fsdp2.optim.state.kept import SMALL
+from composer_fsdp2.optim.state import SMALL, Place, Stored, read, write
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
-from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.wrapping import PrecisionSpec
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.shard import unit_hooks
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision

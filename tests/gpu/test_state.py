@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.optim.state.form import Stored
-from composer_fsdp2.optim.state.kept import KeptState
+from composer_fsdp2.optim.state import KeptState, Stored
 from tests.support.models import TinyLM, batches, lm_loss
 from tests.support.parity import full
 
@@ -80,7 +79,7 @@ def test_state_that_is_loaded_goes_on(policy: dict[str, Any]):
 @pytest.mark.world_size(1, backend="nccl")
 def test_codes_are_those_of_the_cpu():
     """Rounding is integer arithmetic, so that a run may go on on another device."""
-    from composer_fsdp2.optim.state.form import Place, write
+    from composer_fsdp2.optim.state import Place, write
 
     value, place = torch.randn(70, 300).exp(), Place(70, 300, 7, 300)
     for form in ("bf16", "signed", "unsigned"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from composer_fsdp2.blocks.transformation import ModelFacts
-from composer_fsdp2.config.expert import ExpertSpec
+from composer_fsdp2.config.parallel import ExpertSpec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.expert.routers import BLOCKS, known_block
 from composer_fsdp2.parallel.expert.stacked import holds_stack, stack_size
@@ -57,21 +57,16 @@ class ExpertPlan:
         )
 
 
-def plan_experts(facts: ModelFacts) -> ExpertPlan | None:
+def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
     """Finds the lists of experts and checks that ranks can hold them between them.
 
     Collective: no.
-
-    Returns:
-        `None` where the settings do not ask for it.
 
     Raises:
         ConfigError: the degree fits neither the ranks nor the experts.
         PlanError: there are no experts, or those of a kind that is not known.
     """
-    tree, spec, tensor = facts.tree, facts.settings.expert_parallel, facts.settings.tensor_parallel
-    if spec is None or spec.degree == 1:
-        return None
+    tree, tensor = facts.tree, facts.settings.tensor_parallel
     step = 1 if tensor is None else tensor.degree
     ranks = facts.shard_ranks * step
     if ranks % spec.degree:

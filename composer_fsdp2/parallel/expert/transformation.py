@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,16 +14,14 @@ from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.division import Divided, Division, untried_items
-from composer_fsdp2.parallel.expert.experts import Experts
-from composer_fsdp2.parallel.expert.plan import ExpertPlan, plan_experts, with_expert_units
-from composer_fsdp2.parallel.expert.routers import known_block
-from composer_fsdp2.parallel.expert.stacked import StackedExperts
-from composer_fsdp2.parallel.expert.views import show_all_states
 from composer_fsdp2.parallel.held import Holders
 from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, TENSOR_AXIS
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.torch_private.tensors import is_plain, root_mesh
+
+if TYPE_CHECKING:
+    from composer_fsdp2.parallel.expert.plan import ExpertPlan
 
 __all__ = ["ExpertParallel"]
 
@@ -31,7 +29,7 @@ _EXPERTS, _SHARDS = "ep", "efsdp"
 """axes of the mesh of experts, `dp_replicate x efsdp x ep`"""
 
 
-class ExpertParallel(Division[ExpertPlan]):
+class ExpertParallel(Division["ExpertPlan"]):
     """Puts the experts of a rank in the place of each list of experts: `expert_parallel`."""
 
     exchanges_modules: ClassVar[bool] = True
@@ -57,8 +55,13 @@ class ExpertParallel(Division[ExpertPlan]):
 
     def plan(self, facts: ModelFacts) -> ExpertPlan | None:
         """Returns the lists of experts."""
-        if (plan := plan_experts(facts)) is None:
+        spec = facts.settings.expert_parallel
+        if spec is None or spec.degree == 1:
             return None
+        # Here, as below: see [Note: dividing].
+        from composer_fsdp2.parallel.expert.plan import plan_experts
+
+        plan = plan_experts(facts, spec)
         if facts.compute == torch.float16:
             raise ConfigError(
                 "The precision is amp_fp16, and expert parallelism is asked for. Torch does not "
@@ -88,10 +91,16 @@ class ExpertParallel(Division[ExpertPlan]):
 
     def adjust_units(self, plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
         """Returns units of which the experts of each list are one."""
+        from composer_fsdp2.parallel.expert.plan import with_expert_units
+
         return with_expert_units(plan, units)
 
     def apply_on(self, tree: ModuleTree, plan: ExpertPlan, mesh: DeviceMesh) -> Divided:
         """Connects the blocks. Collective: yes, over the default group."""
+        from composer_fsdp2.parallel.expert.experts import Experts
+        from composer_fsdp2.parallel.expert.routers import known_block
+        from composer_fsdp2.parallel.expert.stacked import StackedExperts
+
         modules = dict(tree.modules())
         ranks = _holders(mesh, plan.degree)
         for held in plan.lists:
@@ -110,6 +119,8 @@ class ExpertParallel(Division[ExpertPlan]):
 class _DividedExperts(Divided):
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Has its state dicts show the experts as FSDP2 alone would shard them."""
+        from composer_fsdp2.parallel.expert.views import show_all_states
+
         show_all_states(optimizer)
 
 

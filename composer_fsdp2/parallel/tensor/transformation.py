@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from composer_fsdp2.parallel.division import (
     untried_items,
 )
 from composer_fsdp2.parallel.row_order import group_dividing, show_usual_state
-from composer_fsdp2.parallel.tensor.divide import divide_layers
-from composer_fsdp2.parallel.tensor.known import unknown_adapter
-from composer_fsdp2.parallel.tensor.layers import LayerPlan, plan_layers
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
@@ -41,12 +38,15 @@ from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.torch_private.tensors import is_plain, root_mesh
 
+if TYPE_CHECKING:
+    from composer_fsdp2.parallel.tensor.layers import LayerPlan
+
 __all__ = ["TensorParallel", "draw_together"]
 
 log = logging.getLogger(__name__)
 
 
-class TensorParallel(Division[LayerPlan]):
+class TensorParallel(Division["LayerPlan"]):
     """Divides layers between ranks: `tensor_parallel`."""
 
     def check_items(
@@ -94,11 +94,16 @@ class TensorParallel(Division[LayerPlan]):
                 f"tensor_parallel has degree {spec.degree}, and {why}. Ranks would compute another "
                 "model, or wait for each other. Leave tensor parallelism out, or that."
             )
+        # Here, as below: see [Note: dividing].
+        from composer_fsdp2.parallel.tensor.layers import plan_layers
+
         held = [unit.modules[0] for unit in facts.units.units if unit.holders > 1]
         return plan_layers(facts.tree, spec, facts.shard_ranks, held)
 
     def apply_on(self, tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> Divided:
         """Divides the layers of the plan. Collective: yes, over the default group."""
+        from composer_fsdp2.parallel.tensor.divide import divide_layers
+
         if plan.whole and dist.get_rank() == 0:
             log.warning(
                 "tensor_parallel leaves %s whole on each rank of a group, because the degree %d "
@@ -153,6 +158,8 @@ def _untried(facts: ModelFacts) -> Iterator[str]:
 
     Settings are refused where they are declared, in `config.parallel`.
     """
+    from composer_fsdp2.parallel.tensor.known import unknown_adapter
+
     modules = dict(facts.tree.modules())
     for name in conditional_modules(facts.tree):
         # Experts are lists, and each of them is divided: a group leaves out the same ones.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.config.precision import DTYPES
+from composer_fsdp2.config.wrapping import DTYPES
 from composer_fsdp2.tools.migrate.report import (
     CHANGES,
     CONVERTED,

@@ -19,14 +19,19 @@ from composer_fsdp2.config.blocks import (
     Float8Spec,
     TilingSpec,
 )
-from composer_fsdp2.config.expert import ExpertSpec
 from composer_fsdp2.config.messages import nearest
-from composer_fsdp2.config.parallel import SequenceSpec, TensorSpec
+from composer_fsdp2.config.parallel import ExpertSpec, SequenceSpec, TensorSpec
 from composer_fsdp2.config.placement import Communication, CPUOffload, OptimizerState
-from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
 from composer_fsdp2.config.schema import FIELDS, FSDP2Config, parse_config
 from composer_fsdp2.config.setting import plain
-from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy, parse_unit_settings
+from composer_fsdp2.config.wrapping import (
+    DTYPES,
+    PrecisionSpec,
+    Selector,
+    UnitSettings,
+    WrapPolicy,
+    parse_unit_settings,
+)
 from composer_fsdp2.errors import ConfigError
 
 KEYS = list(FIELDS)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_fsdp2.optim.state.form import BLOCK, Form, Place, Stored, read, write
+from composer_fsdp2.optim.state import BLOCK, Form, Place, Stored, read, write
 
 FORMS: tuple[Form, ...] = ("bf16", "signed", "unsigned")
 

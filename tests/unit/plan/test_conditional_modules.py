@@ -10,8 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from composer_fsdp2.config.precision import PrecisionSpec
-from composer_fsdp2.config.wrapping import UnitSettings
+from composer_fsdp2.config.wrapping import PrecisionSpec, UnitSettings
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.module_tree import ModuleTree

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from composer_fsdp2.config.precision import PrecisionSpec
-from composer_fsdp2.config.wrapping import UnitSettings, WrapPolicy
+from composer_fsdp2.config.wrapping import PrecisionSpec, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward, tied_groups
 from composer_fsdp2.plan.planner import plan_wrapping

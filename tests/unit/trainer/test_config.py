@@ -14,9 +14,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from composer_fsdp2.config.parallel import TensorSpec
-from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
-from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
+from composer_fsdp2.config.wrapping import PrecisionSpec, Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import (
     TrainerFSDP2Config,

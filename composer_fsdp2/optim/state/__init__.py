@@ -1,1 +1,0 @@
-"""Keeps an optimizer's state in another form, or in another place, between two steps."""
