@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.optim.local import LocalStep, class_step
-from composer_fsdp2.optim.muon.optimizer import Muon
+from composer_fsdp2.optim.local import LocalStep, MatrixOptimizer, class_step
 from composer_fsdp2.optim.state import KeptSteps
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.agreement import agreement_of
@@ -116,7 +115,7 @@ def apply_local_step(
             )
         return
     check_optimizer_state(optimizer, state)
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, MatrixOptimizer):
         return  # it works on local shards itself, with collectives of its own
     name, known = type(optimizer).__name__, is_known(optimizer)
     if setting is True and not known and _ACROSS.search(name):
@@ -154,7 +153,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerSt
     if setting == OptimizerState():
         return
     name = type(optimizer).__name__
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, MatrixOptimizer):
         raise PlanError(
             "'optimizer_state' cannot be had with Muon. Its hidden matrices have one state tensor "
             "where AdamW has two, and it steps them together, by collectives, so none could be "

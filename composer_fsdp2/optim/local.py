@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.shard.layout import sharded_like
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
@@ -29,7 +30,29 @@ from composer_fsdp2.torch_private.tensors import (
     local_value,
 )
 
-__all__ = ["LocalStep", "class_step", "local_gradient"]
+if TYPE_CHECKING:
+    from composer_fsdp2.optim.muon.groups import PlannedGroups
+
+__all__ = ["LocalStep", "MatrixOptimizer", "class_step", "local_gradient"]
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """Forms its groups from the model, and steps shards with collectives of its own: Muon.
+
+    A run without Muon does not load it, and knows it by this class.
+    """
+
+    def plan_groups(self, tree: ModuleTree) -> PlannedGroups:
+        """Settles what every parameter gets, and changes nothing. Collective: no."""
+        raise NotImplementedError
+
+    def assign_groups(self, planned: PlannedGroups) -> None:
+        """Gives every parameter what was planned. Collective: no."""
+        raise NotImplementedError
+
+    def decide(self, model: nn.Module) -> None:
+        """Forms the groups from the model, where they are still open. Collective: no."""
+        raise NotImplementedError
 
 
 class _Shard:

@@ -37,7 +37,7 @@ from composer_fsdp2.checkpoint.source import (
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.lion_state import ADAPTIVE_LIONS, lion_as_text
-from composer_fsdp2.optim.muon.optimizer import Muon
+from composer_fsdp2.optim.local import MatrixOptimizer
 from composer_fsdp2.parallel.row_order import order_of, whole_to_part
 from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
@@ -58,6 +58,9 @@ from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.safe_reading import vet_algorithms
 
 __all__ = ["load_checkpoint"]
+
+_MUON = "Muon"
+"""under which Composer keeps the state of that class"""
 
 
 def load_checkpoint(
@@ -135,7 +138,7 @@ class _Load:
 
     def carry(self, wanted: StateDict) -> None:
         """Settles whether Muon continues from another optimizer's state. Collective: no."""
-        name = Muon.__qualname__
+        name = _MUON
         if name not in wanted["state"].get("optimizers", {}):
             return
         if self.saved.under("state", "optimizers", name):
@@ -297,7 +300,7 @@ class _ShardedLoad(_Load):
         if self.carried:
             found = state["optimizers"][self.carried.source]["state"]
             own["state"] = self.carried.from_saved(found)
-            state["optimizers"] = {Muon.__qualname__: own}
+            state["optimizers"] = {_MUON: own}
         if spread:
             state["algorithms"] = list(state["algorithms"].items())
         return wanted
@@ -313,7 +316,7 @@ class _ShardedLoad(_Load):
         own: StateDict = {}
         self.carry(wanted)
         if self.carried:
-            own = dict(wanted["state"]["optimizers"][Muon.__qualname__])
+            own = dict(wanted["state"]["optimizers"][_MUON])
             asked = {"state": self.carried.to_saved(own["state"])}
             wanted["state"]["optimizers"] = {self.carried.source: asked}
             wanted["state"].pop("schedulers", None)
@@ -361,7 +364,7 @@ class _FullLoad(_Load):
             if self.state.fsdp_config is not None and not self.state.fsdp_enabled:
                 # It is sharded after the load, and its optimizer must not have state before.
                 for optimizer in self.state.optimizers:
-                    if isinstance(optimizer, Muon):
+                    if isinstance(optimizer, MatrixOptimizer):
                         optimizer.decide(self.state.model)
                 state: StateDict = {"model": dict(self.state.model.state_dict())}
                 if not self.weights_only:
@@ -381,7 +384,7 @@ class _FullLoad(_Load):
         saved.refresh()
         self.carry(wanted)
         if self.carried:
-            name, state = Muon.__qualname__, values["state"]
+            name, state = _MUON, values["state"]
             groups = _optimizer_of(self.state, name).param_groups
             names = _groups_of(self.state, name)
             own = [{**group, "params": of} for group, of in zip(groups, names, strict=True)]

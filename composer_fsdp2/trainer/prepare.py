@@ -36,7 +36,7 @@ from composer_fsdp2.guards.out_of_memory import OOMGuard
 from composer_fsdp2.guards.parameters import AddedParameters, GatheredParameters
 from composer_fsdp2.optim.elementwise import apply_local_step
 from composer_fsdp2.optim.lion_state import LionAverages
-from composer_fsdp2.optim.muon.optimizer import Muon
+from composer_fsdp2.optim.local import MatrixOptimizer
 from composer_fsdp2.parallel.division import BatchGroup, Divided, RankGroup
 from composer_fsdp2.parallel.expert.transformation import ExpertParallel
 from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
@@ -241,7 +241,7 @@ def apply_to_model(
     if plan.settings.verbose and distributed.get_rank() == 0:
         show(f"FSDP2 plan:\n{plan.describe()}")
     detached = None
-    if isinstance(plan.optimizer, Muon) and plan.groups is not None:
+    if isinstance(plan.optimizer, MatrixOptimizer) and plan.groups is not None:
         plan.optimizer.assign_groups(plan.groups)
     if plan.optimizer is not None:
         detached = detach_optimizer(plan.optimizer, plan.tree)

@@ -30,7 +30,7 @@ from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.config.wrapping import WrapPolicy, parse_unit_settings
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.elementwise import check_optimizer_state, is_known
-from composer_fsdp2.optim.muon.optimizer import Muon
+from composer_fsdp2.optim.local import MatrixOptimizer
 from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
@@ -117,7 +117,7 @@ class PreparePlan:
         if self.conditional and (settings.activation_checkpointing or settings.compile):
             # A block of a tower is one, whatever unit its parameters are in.
             blocks = self._plan_units([]).blocks()
-        is_odd = not (optimizer is None or isinstance(optimizer, Muon) or is_known(optimizer))
+        is_known_kind = isinstance(optimizer, MatrixOptimizer | None) or is_known(optimizer)
         facts = ModelFacts(
             tree=tree,
             settings=settings,
@@ -126,7 +126,7 @@ class PreparePlan:
             shard_ranks=shape.shard,
             device_type=self.device_type,
             compute=self.compute,
-            odd_optimizer=type(optimizer).__name__ if is_odd else "",
+            odd_optimizer="" if is_known_kind else type(optimizer).__name__,
             is_checkpointed=activation_choice(tree, frozenset(blocks)),
         )
         self.transformations, facts = plan_transformations(transformations, facts)
@@ -139,7 +139,9 @@ class PreparePlan:
         if optimizer is not None:
             check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
             check_optimizer_state(optimizer, settings.optimizer_state)
-        self.groups = optimizer.plan_groups(tree) if isinstance(optimizer, Muon) else None
+        self.groups = (
+            optimizer.plan_groups(tree) if isinstance(optimizer, MatrixOptimizer) else None
+        )
         folder = settings.pretrained_weights
         self.weights = None if folder is None else _open_weights(folder, tree)
         self._linear = {name for name, module in tree.modules() if isinstance(module, nn.Linear)}

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.optim.local import local_gradient
+from composer_fsdp2.optim.local import MatrixOptimizer, local_gradient
 from composer_fsdp2.optim.muon.exchange import Division, Part, Ranks, plan_exchange, ranks_of
 from composer_fsdp2.optim.muon.groups import (
     ITERATION_DTYPES,
@@ -50,7 +50,7 @@ from composer_fsdp2.torch_private.tensors import values_known
 __all__ = ["Muon"]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(MatrixOptimizer):
     """Steps hidden matrices by Muon and all other parameters by AdamW.
 
     Collective: `step` is, for sharded parameters, over their mesh.
