@@ -57,7 +57,7 @@ class Clock(Callback):
 class Run:
     """A Trainer that makes a few steps at a time."""
 
-    def __init__(self, parallelism: Any, optimizer: str, microbatch: int) -> None:
+    def __init__(self, parallelism: Any, optimizer: str, microbatch: int, **more: Any) -> None:
         torch.manual_seed(0)
         self.clock, model = Clock(), Model()
         tokens = TensorDataset(torch.randint(0, 2048, (4096, 129)))
@@ -72,6 +72,7 @@ class Run:
             parallelism_config=parallelism,
             device_train_microbatch_size=microbatch,
             callbacks=[self.clock],
+            **more,
         )
         self.trainer.fit()
 

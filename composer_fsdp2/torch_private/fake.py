@@ -14,7 +14,7 @@ import importlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +40,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["UntraceableError", "Watch", "fake_ranks", "gpu_autocast", "group_named"]
 
+_DEVICE = torch.ops.prim.device.default
 _KNOWN_ELEMENTS = 2**20
 """larger tensors have no known values"""
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
@@ -250,17 +251,19 @@ class Watch(TorchDispatchMode):
     # --- Operations. ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than all operations together
         if DTensor in types:  # it calls again, with what this rank has
             return NotImplemented
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = _tensors_in((*args, *kwargs.values()))
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             result = self._unknown(func, args, kwargs, given, error)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        made = _tensors_in((result,))
         for tensor in made:
-            if tensor.device.type != "meta" and self._is_own(tensor):
+            if self._is_own(tensor) and not _is_on_meta(tensor):
                 self.note(tensor.untyped_storage())
         packet = func.overloadpacket
         if self._on_gpus and packet in _KERNELS_WITH_COPY:
@@ -336,7 +339,24 @@ class Watch(TorchDispatchMode):
         raise UntraceableError(f"{func} reads values of a {tuple(given[0].shape)}") from error
 
 
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns tensors among arguments or results of an operator, and in lists of them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors_in(value)
+    return found
+
+
+def _is_on_meta(tensor: torch.Tensor) -> bool:
+    # `device` of a fake tensor goes through the modes.
+    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "meta"
+
+
 def _is_small(tensor: torch.Tensor) -> bool:
-    if tensor.numel() > _KNOWN_ELEMENTS or tensor.device.type == "meta":
+    is_one = tensor.numel() == 1
+    if not is_one and (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    return tensor.numel() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.numel() <= _KNOWN_ELEMENTS and not _is_on_meta(tensor)

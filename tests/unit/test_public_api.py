@@ -65,6 +65,21 @@ def test_importing_has_no_side_effect(module: str):
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
+@pytest.mark.new_python
+def test_a_run_loads_only_the_rooms_it_asks_for():
+    code = """
+import sys
+import composer_fsdp2.trainer.start, composer_fsdp2.trainer.step
+rooms = ("parallel.tensor.", "parallel.sequence.", "parallel.expert.", "optim.muon.", "estimate.")
+found = [name.removeprefix("composer_fsdp2.") for name in sys.modules]
+print(*sorted(name for name in found if name.startswith(rooms)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    rooms = ("expert", "sequence", "tensor")
+    assert done.stdout.split() == [f"parallel.{room}.transformation" for room in rooms]
+
+
 def test_a_name_that_is_not_there():
     with pytest.raises(AttributeError, match="no attribute 'prepare_module'"):
         _ = composer_fsdp2.prepare_module
