@@ -40,7 +40,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["UntraceableError", "Watch", "fake_ranks", "gpu_autocast", "group_named"]
 
-_DEVICE = torch.ops.prim.device.default
+_DEVICE: Any = torch.ops.prim.device.default  # pyright: ignore
 _KNOWN_ELEMENTS = 2**20
 """larger tensors have no known values"""
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
@@ -262,12 +262,10 @@ class Watch(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             result = self._unknown(func, args, kwargs, given, error)
         made = _tensors_in((result,))
-        for tensor in made:
-            if self._is_own(tensor) and not _is_on_meta(tensor):
-                self.note(tensor.untyped_storage())
+        self._note_made(made)
         packet = func.overloadpacket
         if self._on_gpus and packet in _KERNELS_WITH_COPY:
-            self.note(torch.empty_like(given[0]).untyped_storage())
+            self._note_made([torch.empty_like(given[0])])
         if func.namespace in _NAMESPACES:
             self._heard(packet.__name__, args, result)
             if packet.__name__ != "allreduce_":  # of equal ranks it changes no maximum
@@ -278,6 +276,11 @@ class Watch(TorchDispatchMode):
         if self._mode is not None and made:
             self._follow(func, args, kwargs, given, made, result)
         return result
+
+    def _note_made(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if self._is_own(tensor) and not _is_on_meta(tensor):
+                self.note(tensor.untyped_storage())
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         """Whether it is a tensor of the run: DTensor asks others for shapes."""
