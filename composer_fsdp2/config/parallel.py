@@ -31,13 +31,10 @@ __all__ = [
     "ExpertSpec",
     "SequenceSpec",
     "TensorSpec",
-    "Untried",
     "check_expert_parallel_together",
     "check_sequence_parallel_together",
     "check_strategy",
     "check_tensor_parallel_together",
-    "check_untried",
-    "number_is_degree",
 ]
 
 STYLES = ("colwise", "colwise_rep", "rowwise", "whole")
@@ -87,14 +84,14 @@ class TensorSpec:
     )
 
 
-def number_is_degree(_key: str, raw: Any, _errors: list[str]) -> Any:
+def _number_is_degree(_key: str, raw: Any, _errors: list[str]) -> Any:
     """Parses a number as the degree of a mapping."""
     return {"degree": raw} if type(raw) is int else raw
 
 
 def _with_composers_names(key: str, raw: Any, errors: list[str]) -> Any:
     """Takes a number for the degree, and `tensor_parallel_degree`, which is Composer's name."""
-    raw = number_is_degree(key, raw, errors)
+    raw = _number_is_degree(key, raw, errors)
     if not isinstance(raw, Mapping):
         return raw
     return {"degree" if key in _NAMES_OF_DEGREE else key: value for key, value in raw.items()}
@@ -108,20 +105,24 @@ TENSOR_PARALLEL = mapping(
     example="tensor_parallel: {degree: 2}",
 )
 
-Untried = Mapping[str, tuple[Callable[[Any], bool], str]]
+_Untried = Mapping[str, tuple[Callable[[Any], bool], str]]
 """settings that have not been tried beside another one: which values, and what may go wrong"""
 
-_UNTRIED_WITH_TENSORS: Untried = {
+_UNTRIED_WITH_BOTH: _Untried = {
     "communication": (
         lambda given: given.allocate_from_process_group or given.symmetric_memory,
         "NCCL's own memory is that of one group of ranks",
     ),
     "cpu_offload": (bool, "no run on several GPUs has shown it"),
+    "ignored_params": (bool, "nobody would average their gradients"),
+}
+"""with tensor and with expert parallelism"""
+_UNTRIED_WITH_TENSORS: _Untried = {
+    **_UNTRIED_WITH_BOTH,
     "fp8": (
         lambda given: isinstance(given, Float8Spec) and given.all_gather,
         "scales would be those of one rank's part",
     ),
-    "ignored_params": (bool, "nobody would average their gradients"),
     "optimizer_state": (
         lambda given: given.bits is not None,
         "blocks of 8 bits would end where layers are divided",
@@ -129,7 +130,9 @@ _UNTRIED_WITH_TENSORS: Untried = {
 }
 
 
-def check_untried(key: str, untried: Untried, values: Mapping[str, Any], errors: list[str]) -> None:
+def _check_untried(
+    key: str, untried: _Untried, values: Mapping[str, Any], errors: list[str]
+) -> None:
     """Refuses settings that have not been tried beside a degree above 1 of the setting `key`."""
     for name, (is_untried, why) in untried.items():
         if values[key] is not None and values[key].degree > 1 and is_untried(values[name]):
@@ -141,7 +144,7 @@ def check_untried(key: str, untried: Untried, values: Mapping[str, Any], errors:
 
 
 check_tensor_parallel_together = functools.partial(
-    check_untried, "tensor_parallel", _UNTRIED_WITH_TENSORS
+    _check_untried, "tensor_parallel", _UNTRIED_WITH_TENSORS
 )
 """finds what has not been tried with it"""
 
@@ -188,7 +191,7 @@ SEQUENCE_PARALLEL = mapping(
     SequenceSpec,
     expected="null, a number or a mapping",
     others=NULL,
-    parse=number_is_degree,
+    parse=_number_is_degree,
     example="sequence_parallel: {degree: 4}",
 )
 
@@ -241,23 +244,18 @@ EXPERT_PARALLEL = mapping(
     ExpertSpec,
     expected="null, a number or a mapping",
     others=NULL,
-    parse=number_is_degree,
+    parse=_number_is_degree,
     example="expert_parallel: {degree: 4}",
 )
 
 
-_UNTRIED_WITH_EXPERTS: Untried = {
+_UNTRIED_WITH_EXPERTS: _Untried = {
+    **_UNTRIED_WITH_BOTH,
     "fp8": (bool, "scales would be those of one rank's tokens"),
     "compile": (bool, "how many tokens an expert gets is known on the host alone"),
     "tiled_mlp": (
         lambda given: given is not None,
         "ranks would exchange once for each tile, and have different numbers of them",
-    ),
-    "cpu_offload": (bool, "no run on several GPUs has shown it"),
-    "ignored_params": (bool, "nobody would average their gradients"),
-    "communication": (
-        lambda given: given.allocate_from_process_group or given.symmetric_memory,
-        "NCCL's own memory is that of one group of ranks",
     ),
     "unused_parameters": (
         lambda given: given is False,
@@ -274,6 +272,6 @@ _UNTRIED_WITH_EXPERTS: Untried = {
 }
 
 check_expert_parallel_together = functools.partial(
-    check_untried, "expert_parallel", _UNTRIED_WITH_EXPERTS
+    _check_untried, "expert_parallel", _UNTRIED_WITH_EXPERTS
 )
 """finds what has not been tried with it"""

@@ -39,7 +39,7 @@ __all__ = ["LocalStep", "MatrixOptimizer", "class_step", "local_gradient"]
 class MatrixOptimizer(torch.optim.Optimizer):
     """Forms its groups from the model, and steps shards with collectives of its own: Muon.
 
-    A run without Muon does not load it, and knows it by this class.
+    Other rooms ask for this class, so that runs without Muon do not load its folder.
     """
 
     def plan_groups(self, tree: ModuleTree) -> PlannedGroups:

@@ -16,8 +16,8 @@ them:
 - `sequence_attention`, which users call, and `draw_together`, for `generate`.
 
 So another way to divide a model is a folder beside these three, its setting, and one line in
-`TRANSFORMATIONS`. No file outside of a folder imports anything else from it. The class of the
-transformation imports the rest of its folder where a run asks for it: others do not load it.
+`TRANSFORMATIONS`. No file outside of a folder imports anything else from it. A transformation
+imports the rest of its folder on demand, so that runs without it do not load the folder.
 """
 
 from __future__ import annotations

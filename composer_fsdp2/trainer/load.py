@@ -60,7 +60,7 @@ from composer_fsdp2.trainer.safe_reading import vet_algorithms
 __all__ = ["load_checkpoint"]
 
 _MUON = "Muon"
-"""under which Composer keeps the state of that class"""
+"""name of the class, under which Composer keeps the state of Muon"""
 
 
 def load_checkpoint(

@@ -250,7 +250,7 @@ def _check_offload(settings: FSDP2Config, device_type: str) -> None:
 
 
 def _open_weights(path: str, tree: ModuleTree) -> PretrainedWeights:
-    # Here, because only runs with `pretrained_weights` need it.
+    # Imported on demand: only runs with `pretrained_weights` need the class.
     from composer_fsdp2.checkpoint.pretrained import PretrainedWeights
 
     weights = PretrainedWeights(path, tree)

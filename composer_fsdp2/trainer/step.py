@@ -265,7 +265,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 def _joint_exit(run: Run) -> JointExit | None:
     """Returns the exit of this process, `None` where no other rank could wait. Collective: no."""
-    # Here, because only runs with `auto` need it.
+    # Imported on demand: only runs with `auto` need the exit.
     from composer_fsdp2.guards.joint_exit import joint_exit_of
 
     return joint_exit_of(run.device)

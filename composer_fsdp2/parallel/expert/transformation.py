@@ -58,7 +58,7 @@ class ExpertParallel(Division["ExpertPlan"]):
         spec = facts.settings.expert_parallel
         if spec is None or spec.degree == 1:
             return None
-        # Here, as below: see [Note: dividing].
+        # Imported on demand: see [Note: dividing].
         from composer_fsdp2.parallel.expert.plan import plan_experts
 
         plan = plan_experts(facts, spec)

@@ -14,7 +14,7 @@ from composer_fsdp2.parallel.division import DRAWN, DRAWS, Divided, Division
 from composer_fsdp2.plan.module_tree import ModuleTree
 
 if TYPE_CHECKING:
-    from composer_fsdp2.parallel.sequence.models import SequencePlan
+    from composer_fsdp2.parallel.sequence.plan import SequencePlan
 
 __all__ = ["SequenceParallel"]
 
@@ -39,13 +39,13 @@ class SequenceParallel(Division["SequencePlan"]):
         spec = facts.settings.sequence_parallel
         if spec is None or spec.degree == 1:
             return None
-        # Here, as below: see [Note: dividing].
-        from composer_fsdp2.parallel.sequence.models import plan_sequences
+        # Imported on demand: see [Note: dividing].
+        from composer_fsdp2.parallel.sequence.plan import plan_sequences
 
         return plan_sequences(facts, spec)
 
     def apply_on(self, tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) -> Divided:
         """Connects the attention of the model. Collective: yes, over the default group."""
-        from composer_fsdp2.parallel.sequence.models import connect_attention
+        from composer_fsdp2.parallel.sequence.plan import connect_attention
 
         return connect_attention(tree, plan, mesh)

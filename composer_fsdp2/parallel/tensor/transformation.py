@@ -94,7 +94,7 @@ class TensorParallel(Division["LayerPlan"]):
                 f"tensor_parallel has degree {spec.degree}, and {why}. Ranks would compute another "
                 "model, or wait for each other. Leave tensor parallelism out, or that."
             )
-        # Here, as below: see [Note: dividing].
+        # Imported on demand: see [Note: dividing].
         from composer_fsdp2.parallel.tensor.layers import plan_layers
 
         held = [unit.modules[0] for unit in facts.units.units if unit.holders > 1]

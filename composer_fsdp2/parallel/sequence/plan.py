@@ -1,4 +1,4 @@
-"""Decides whether the sequences of a model can be divided, and how, and connects its attention."""
+"""Decides whether and how sequences of a model can be divided, and connects its attention."""
 
 from __future__ import annotations
 
