@@ -96,8 +96,7 @@ def migrate(
                 "--strict": strict,
                 "--force": force,
             }
-            given = [name for name, value in others.items() if value]
-            raise typer.Exit(_migrate_code(code, given, check=check, as_json=as_json))
+            raise typer.Exit(_migrate_code(code, others, check=check, as_json=as_json))
         if config is None:
             raise ConfigError(
                 "Neither CONFIG nor --code is given. There is nothing to migrate. Write the path "
@@ -107,36 +106,27 @@ def migrate(
             config,
             None if check else output,
             force,
+            decisions or [],
             dialect=dialect,
             world_size=world_size,
             gpus_per_node=gpus_per_node,
-            decisions=_decisions(decisions or []),
         )
-        if as_json:
-            typer.echo(json.dumps(_as_dict(report), default=str, indent=2))
-        elif output is None and not check:  # the file itself, and the report beside it
-            typer.echo(report.text, nl=False)
-            for line in _describe(report):
-                say(escape(line))
-        else:
-            typer.echo("\n".join(_describe(report)))
-        refused = {Status.DECISION, Status.UNSUPPORTED}
-        if strict:
-            refused.add(Status.CHANGES)
-        elif output is None and not check:
-            refused.clear()
+        prints = output is None and not check
+        _show(report, prints=prints, as_json=as_json)
+        refused = [] if prints and not strict else [Status.DECISION, Status.UNSUPPORTED]
+        refused += [Status.CHANGES] if strict else []
         raise typer.Exit(ExitCode.FAILED if report.having(*refused) else ExitCode.OK)
 
 
-def _migrate_code(code: Path, given: list[str], *, check: bool, as_json: bool) -> ExitCode:
-    """Prints the uses of FSDP1 in Python code; `given` are options that are not about code."""
+def _migrate_code(code: Path, others: dict[str, object], *, check: bool, as_json: bool) -> ExitCode:
+    """Prints the uses of FSDP1 in Python code; `others` are options that are not about code."""
     from composer_fsdp2.tools.migrate.python_code.files import (
         code_as_dict,
         describe_code,
         migrate_code,
     )
 
-    if given:
+    if given := [name for name, value in others.items() if value]:
         raise ConfigError(
             f"{', '.join(given)} cannot be given together with --code. It is about configurations "
             "and would have no effect. Take it out, or run the command once for each."
@@ -148,8 +138,22 @@ def _migrate_code(code: Path, given: list[str], *, check: bool, as_json: bool) -
     return ExitCode.FAILED if needs_work else ExitCode.OK
 
 
-def _migrate_config(config: Path, output: Path | None, force: bool, **settings: Any) -> Report:
+def _migrate_config(
+    config: Path, output: Path | None, force: bool, items: list[str], **settings: Any
+) -> Report:
+    """Migrates a file; `items` are decisions as `--set` has them."""
+    from composer_fsdp2.tools.migrate.document import parse_value
     from composer_fsdp2.tools.migrate.engine import migrate as migrate_text
+
+    decisions: dict[str, Any] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            raise ConfigError(
+                f"--set has '{item}', which is not key=value. It would decide nothing. Write a key "
+                "of the report, '=' and a value, for example te_shard_fp8_weight=null."
+            )
+        decisions[key] = parse_value(value)
 
     if output is not None and output.resolve() == config.resolve():
         raise ConfigError(
@@ -166,7 +170,9 @@ def _migrate_config(config: Path, output: Path | None, force: bool, **settings: 
             f"'{config}' cannot be read: {error}. There is nothing to migrate. Give the path of a "
             "YAML or JSON file."
         ) from None
-    report = migrate_text(text, name=str(config), folder=config.parent, **settings)
+    report = migrate_text(
+        text, name=str(config), folder=config.parent, decisions=decisions, **settings
+    )
     try:
         if output is not None:
             output.write_bytes(report.text.encode())
@@ -178,19 +184,34 @@ def _migrate_config(config: Path, output: Path | None, force: bool, **settings: 
     return report
 
 
-def _decisions(items: list[str]) -> dict[str, Any]:
-    from composer_fsdp2.tools.migrate.document import parse_value
-
-    decisions = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not key or not equals:
-            raise ConfigError(
-                f"--set has '{item}', which is not key=value. It would decide nothing. Write a key "
-                "of the report, '=' and a value, for example te_shard_fp8_weight=null."
-            )
-        decisions[key] = parse_value(value)
-    return decisions
+def _show(report: Report, *, prints: bool, as_json: bool) -> None:
+    """Shows the report, beside the new file itself where that is printed."""
+    if as_json:
+        keys = [
+            {
+                "key": entry.key,
+                "value": entry.value,
+                "status": entry.status.value,
+                "reason": entry.reason,
+                "becomes": entry.settings,
+                "trainer": entry.beside,
+                "options": list(entry.options),
+            }
+            for entry in report.entries
+        ]
+        document = {
+            "dialect": report.dialect,
+            "keys": keys,
+            "remarks": list(report.remarks),
+            "output": report.text,
+        }
+        typer.echo(json.dumps(document, default=str, indent=2))
+    elif prints:
+        typer.echo(report.text, nl=False)
+        for line in _describe(report):
+            say(escape(line))
+    else:
+        typer.echo("\n".join(_describe(report)))
 
 
 def _describe(report: Report) -> list[str]:
@@ -199,46 +220,23 @@ def _describe(report: Report) -> list[str]:
     untouched = [e for e in report.entries if e.row is None and e.status is Status.KEPT]
     lines = [f"Dialect: {report.title}"]
     for status in Status:
-        entries = [e for e in report.having(status) if e not in untouched]
         # Keys that become nothing and have the same reason share a line.
         groups: dict[object, list[Entry]] = {}
-        for entry in entries:
+        for entry in (e for e in report.having(status) if e not in untouched):
             own = entry.settings or entry.beside or entry.options
             groups.setdefault(entry.path if own else entry.reason, []).append(entry)
-        lines += ["", f"{status.value}:"] if entries else []
-        lines += [line for group in groups.values() for line in _describe_group(group)]
+        lines += ["", f"{status.value}:"] if groups else []
+        for entries in groups.values():
+            keys = [
+                e.key if status is Status.ADDED else f"{e.key}: {shortened(str(e.value), _LONGEST)}"
+                for e in entries
+            ]
+            first = entries[0]
+            new = [f"{name}: {value}" for name, value in {**first.settings, **first.beside}.items()]
+            arrow = f" -> {', '.join(new)}" if new else ""
+            lines += [f"  {', '.join(keys)}{arrow}", f"      {first.reason}"]
+            lines += [f"      decide: {option}" for option in first.options]
     if untouched:
         count = "1 other key is" if len(untouched) == 1 else f"{len(untouched)} other keys are"
         lines += ["", f"{count} not about sharding and left as written; --json lists them."]
     return lines + [line for remark in report.remarks for line in ("", remark)]
-
-
-def _describe_group(group: list[Entry]) -> list[str]:
-    entry = group[0]
-    new = [f"{name}: {value}" for name, value in {**entry.settings, **entry.beside}.items()]
-    keys = [
-        one.key
-        if one.status.value == "added"
-        else f"{one.key}: {shortened(str(one.value), _LONGEST)}"
-        for one in group
-    ]
-    arrow = f" -> {', '.join(new)}" if new else ""
-    lines = [f"  {', '.join(keys)}{arrow}", f"      {entry.reason}"]
-    return lines + [f"      decide: {option}" for option in entry.options]
-
-
-def _as_dict(report: Report) -> dict[str, Any]:
-    keys = [
-        {
-            "key": entry.key,
-            "value": entry.value,
-            "status": entry.status.value,
-            "reason": entry.reason,
-            "becomes": entry.settings,
-            "trainer": entry.beside,
-            "options": list(entry.options),
-        }
-        for entry in report.entries
-    ]
-    remarks = list(report.remarks)
-    return {"dialect": report.dialect, "keys": keys, "remarks": remarks, "output": report.text}

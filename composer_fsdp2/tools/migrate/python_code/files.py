@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from composer_fsdp2.config.messages import shortened
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.python_code.table import Kind
 from composer_fsdp2.tools.migrate.python_code.uses import Source, Unreadable, Use, find_uses
@@ -19,8 +20,6 @@ __all__ = ["CodeFile", "code_as_dict", "describe_code", "migrate_code"]
 
 _NOTEBOOK = ".ipynb"
 _SKIPPED = frozenset({"__pycache__", "build", "node_modules", "site-packages"})
-_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
-"""files of a virtual environment, whatever its name"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +86,18 @@ def _examine(path: Path) -> CodeFile:
         return CodeFile(path, find_uses(Source.read(path.read_bytes())))
     except OSError as error:
         return CodeFile(path, problem=error.strerror or str(error))
-    except Unreadable as error:
+    except (Unreadable, RecursionError, MemoryError) as error:
         version = ".".join(map(str, sys.version_info[:2]))
-        return CodeFile(path, problem=f"Python {version} cannot parse it: {error}")
+        told = str(error) if isinstance(error, Unreadable) else "it is nested too deeply"
+        return CodeFile(path, problem=f"Python {version} cannot parse it: {told}")
 
 
 def _is_wanted(folder: Path) -> bool:
     is_hidden = folder.name.startswith(".") or folder.name in _SKIPPED
-    return not is_hidden and not any((folder / name).exists() for name in _ENVIRONMENT)
+    # Files of a virtual environment, whatever its name.
+    return not is_hidden and not any(
+        (folder / name).exists() for name in ("pyvenv.cfg", "conda-meta")
+    )
 
 
 # --- The report, as text and as data. ---
@@ -105,12 +108,16 @@ _PERHAPS = "perhaps"
 
 def describe_code(files: Sequence[CodeFile]) -> str:
     """Returns the report, grouped by file and in it by row of the table."""
-    blocks = ["\n".join(_describe_file(file)) for file in files if file.uses or file.problem]
+    blocks = [
+        "\n".join(map(_printable, _describe_file(file)))
+        for file in files
+        if file.uses or file.problem
+    ]
     counts = _counts(files)
     unread = counts.pop("not read")
-    shown = [f"{count} {name}" for name, count in counts.items() if count]
+    found = [f"{count} {name}" for name, count in counts.items() if count]
     read = len(files) - unread
-    text = f"{read} file{'' if read == 1 else 's'} read: {', '.join(shown) or 'no use of FSDP1'}."
+    text = f"{read} file{'' if read == 1 else 's'} read: {', '.join(found) or 'no use of FSDP1'}."
     return "\n\n".join([*blocks, text + (f" {unread} could not be read." if unread else "")])
 
 
@@ -155,9 +162,9 @@ def _counts(files: Sequence[CodeFile]) -> dict[str, int]:
 
 
 def _describe_file(file: CodeFile) -> Iterator[str]:
-    yield _printable(str(file.path))
+    yield str(file.path)
     if file.problem is not None:
-        yield from _wrapped("  not read: ", file.problem, 6)
+        yield from _wrapped("  not read: ", file.problem)
     groups: dict[tuple[str, bool], list[Use]] = {}
     for use in file.uses:
         groups.setdefault((use.row.title, use.certain), []).append(use)
@@ -165,19 +172,18 @@ def _describe_file(file: CodeFile) -> Iterator[str]:
         row = uses[0].row
         yield f"  {'' if certain else f'{_PERHAPS} '}{row.kind.value}: {title}"
         for use in uses:
-            line = f"      {file.path}:{use.line}:{use.column}  {use.code}"
-            yield _printable(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...")
+            yield shortened(f"      {file.path}:{use.line}:{use.column}  {use.code}", _WIDTH - 3)
             if use.replacement is not None:
-                yield from _wrapped("        write: ", use.replacement, 15)
-        yield from _wrapped("      use: ", row.use, 11)
-        yield from _wrapped("      why: ", row.reason, 11)
+                yield from _wrapped("        write: ", use.replacement)
+        yield from _wrapped("      use: ", row.use)
+        yield from _wrapped("      why: ", row.reason)
 
 
-def _wrapped(start: str, text: str, indent: int) -> list[str]:
+def _wrapped(start: str, text: str) -> list[str]:
     return textwrap.wrap(
-        _printable(start + text),
+        start + text,
         _WIDTH,
-        subsequent_indent=" " * indent,
+        subsequent_indent=" " * len(start),
         break_long_words=False,
         break_on_hyphens=False,
     )

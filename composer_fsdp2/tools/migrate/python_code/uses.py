@@ -42,6 +42,7 @@ class Source:
 
         Raises:
             Unreadable: Python itself could not read the file.
+            RecursionError: the file is nested too deeply; a MemoryError says the same.
         """
         try:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
@@ -54,13 +55,7 @@ class Source:
             raise Unreadable(f"{where}{error.msg}") from None
         except (LookupError, ValueError) as error:
             raise Unreadable(str(error)) from None
-        except (RecursionError, MemoryError):
-            raise Unreadable("it is nested too deeply for Python's parser") from None
         return Source(text, tree, tuple(text.split("\n")))
-
-    def column(self, line: int, utf8: int) -> int:
-        """Returns the characters before a place that `ast` counts in bytes of UTF-8."""
-        return len(self.lines[line - 1].encode()[:utf8].decode(errors="ignore"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +78,10 @@ def find_uses(source: Source) -> list[Use]:
     """Returns all uses of FSDP1 in a file, in order of place.
 
     Raises:
-        Unreadable: the file is nested too deeply.
+        RecursionError: the file is nested too deeply.
     """
-    try:
-        finder = _Finder(source)
-        finder.visit(source.tree)
-    except RecursionError:
-        raise Unreadable("it is nested too deeply") from None
+    finder = _Finder(source)
+    finder.visit(source.tree)
     return sorted(finder.uses.values(), key=lambda use: (use.line, use.column))
 
 
@@ -158,7 +150,24 @@ class _Names:
         nodes = list(ast.walk(tree))
         self._read_bindings(nodes)
         for node in nodes:
-            self._read_objects(node)
+            match node:
+                case ast.Assign(value=ast.Call(func=called)) if self._is_class(called):
+                    self.modules |= dict.fromkeys(map(_dotted, node.targets), True)
+                case ast.AnnAssign() if self._is_class(node.annotation):
+                    self.modules[_dotted(node.target)] = True
+                case ast.arg() if node.annotation and self._is_class(node.annotation):
+                    self.modules[node.arg] = True
+                case ast.Call(
+                    func=ast.Name(id="isinstance" | "issubclass" as check), args=[asked, classes]
+                ):
+                    self.checks.update(ast.walk(classes))
+                    if check == "isinstance" and self._is_class(classes):
+                        self.modules.setdefault(_dotted(asked), False)
+                case ast.Call() if _CONFIG_CALLEES & self.meanings(node.func).keys():
+                    given = [k.value for k in node.keywords if k.arg in _CONFIG_NAMES]
+                    self.configs.update(map(_dotted, given))
+                case _:
+                    pass
         self.configs.discard("")
         self.modules.pop("", None)
 
@@ -209,27 +218,6 @@ class _Names:
                 case _:
                     pass
 
-    def _read_objects(self, node: ast.AST) -> None:
-        """Reads which expressions hold FSDP1 modules and configurations of a Trainer."""
-        match node:
-            case ast.Assign(value=ast.Call(func=called)) if self._is_class(called):
-                self.modules |= dict.fromkeys(map(_dotted, node.targets), True)
-            case ast.AnnAssign() if self._is_class(node.annotation):
-                self.modules[_dotted(node.target)] = True
-            case ast.arg() if node.annotation and self._is_class(node.annotation):
-                self.modules[node.arg] = True
-            case ast.Call(
-                func=ast.Name(id="isinstance" | "issubclass" as check), args=[asked, classes]
-            ):
-                self.checks.update(ast.walk(classes))
-                if check == "isinstance" and self._is_class(classes):
-                    self.modules.setdefault(_dotted(asked), False)
-            case ast.Call() if _CONFIG_CALLEES & self.meanings(node.func).keys():
-                given = [k.value for k in node.keywords if k.arg in _CONFIG_NAMES]
-                self.configs.update(map(_dotted, given))
-            case _:
-                pass
-
     def _is_class(self, node: ast.AST) -> bool:
         return bool(_CLASSES & self.meanings(node).keys())
 
@@ -255,11 +243,12 @@ class _Finder(ast.NodeVisitor):
         if isinstance(place, ast.Attribute) and row.found is not Found.NAME:
             line = place.end_lineno or line
             utf8 = (place.end_col_offset or 0) - len(place.attr.encode())
-        column = self.source.column(line, utf8) + 1
+        code = self.source.lines[line - 1]
+        # `ast` counts the bytes of UTF-8 before a place.
+        column = len(code.encode()[:utf8].decode(errors="ignore")) + 1
         can_replace = certain and row.kind is Kind.REPLACE and self.format is None
         replacement = self._new_line(row, node) if can_replace else None
-        code = self.source.lines[line - 1].strip()
-        use = Use(row, line, column, certain, code, replacement)
+        use = Use(row, line, column, certain, code.strip(), replacement)
         self.uses.setdefault((line, column, row.title), use)
         return True
 
@@ -340,24 +329,18 @@ class _Finder(ast.NodeVisitor):
             and not isinstance(given[position], ast.Starred)
         ]
         for name, place, value in arguments:
-            self._check_argument(name, place, value, names)
+            if name in _CONFIG_NAMES:
+                certain = bool(_CONFIG_CALLEES & names.keys()) and all(names.values())
+                self._check_mapping(value, certain)
+            self._report(_VARIABLES.get(name), place)
+            known = next((full for full in names if f"{full}.{name}" in _ARGUMENTS), None)
+            if known is not None:
+                self._report_value(_ARGUMENTS[f"{known}.{name}"], place, value, names[known])
+            elif name in _LOOSE_ARGUMENTS and not _CALLEES & names.keys():
+                self._report(_LOOSE_ARGUMENTS[name], place, certain=False)
         if isinstance(node.func, ast.Attribute) and given and node.func.attr in ("get", "pop"):
             self._check_item(node.func.value, given[0])
         self.generic_visit(node)
-
-    def _check_argument(
-        self, name: str, place: ast.AST, value: ast.expr, callees: dict[str, bool]
-    ) -> None:
-        if name in _CONFIG_NAMES:
-            known = bool(_CONFIG_CALLEES & callees.keys()) and all(callees.values())
-            self._check_mapping(value, known)
-        self._report(_VARIABLES.get(name), place)
-        for callee, certain in callees.items():
-            if row := _ARGUMENTS.get(f"{callee}.{name}"):
-                self._report_value(row, place, value, certain)
-                return
-        if name in _LOOSE_ARGUMENTS and not _CALLEES & callees.keys():
-            self._report(_LOOSE_ARGUMENTS[name], place, certain=False)
 
     # --- Keys of the Trainer's configuration. ---
 
