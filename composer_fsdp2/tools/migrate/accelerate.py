@@ -67,11 +67,8 @@ __all__ = [
 
 BLOCK = "fsdp_config"
 _PREFETCH = "FSDP2 prefetches the next unit from its own streams by itself"
-_LAUNCHER = "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks start"
-_COUNTS = "the launcher says how many ranks start; the degrees were worked out for this many"
-_UNREAD_HERE = "`distributed_type` says what is run, and that does not read it"
+_UNREAD = "`distributed_type` says what is run, and that does not read it"
 _SIZE = "parallelism_config_dp"
-_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 _STRATEGIES = {
     ("FULL_SHARD", 1, "1"): (
@@ -254,9 +251,23 @@ _FP8 = (
     *("pad_inner_dim", "use_autocast_during_eval", "use_during_eval"),
 )
 TOP_ROWS = (
-    *(Row(key, NOT_NEEDED, _LAUNCHER) for key in _LAUNCHING),
-    *(Row(key, NOT_NEEDED, _COUNTS) for key in ("num_processes", "num_machines")),
-    *(Row(key, NOT_NEEDED, _UNREAD_HERE) for key in ("deepspeed_config", "megatron_lm_config")),
+    *(
+        Row(
+            key,
+            NOT_NEEDED,
+            "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks start",
+        )
+        for key in _LAUNCHING
+    ),
+    *(
+        Row(
+            key,
+            NOT_NEEDED,
+            "the launcher says how many ranks start; the degrees were worked out for this many",
+        )
+        for key in ("num_processes", "num_machines")
+    ),
+    *(Row(key, NOT_NEEDED, _UNREAD) for key in ("deepspeed_config", "megatron_lm_config")),
     Row("use_parallelism_config", NOT_NEEDED, "the degrees say it", (True, False)),
     precision_row("mixed_precision", "bf16", "bf16"),
     precision_row("mixed_precision", "fp16", "fp16"),
@@ -348,7 +359,9 @@ def is_launchers(data: Mapping[str, Any]) -> bool:
     """Whether a file without `distributed_type` has what only Accelerate's launcher writes."""
     word, block = data.get("mixed_precision", ""), data.get("deepspeed_config")
     zero = isinstance(block, Mapping) and "zero_stage" in block and not data.get(BLOCK)
-    named = word is False or (isinstance(word, str) and word.lower() in _PRECISIONS)
+    named = word is False or (
+        isinstance(word, str) and word.lower() in ("no", "fp16", "bf16", "fp8")
+    )
     arguments = any(key in data for key in ("fsdp", "bf16", "fp16"))
     fsdp = named and has_fsdp_block(data) and not arguments
     return "compute_environment" in data or zero or fsdp
@@ -495,23 +508,22 @@ def shards_nothing(data: Mapping[str, Any]) -> bool:
     return distributed_type(data) not in ("", "FSDP", "DEEPSPEED")
 
 
-_COPIES = (
-    "a whole copy on every rank, which Composer does without any such block; "
-    "`parallelism_config: {fsdp2: {}}` would shard it"
-)
-_PLAIN = (
-    *("NO", False, "MULTI_CPU", "MULTI_GPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA"),
-    *("MULTI_NPU", "MULTI_SDAA", "MULTI_XPU", "MULTI_NEURON"),
-)
-_UNREAD = "`distributed_type` says what is run, and that does not read it; left as it is"
-
 UNSHARDED = Dialect(
     "accelerate-unsharded",
     "Accelerate, neither FSDP nor DeepSpeed",
     lambda _data, _path: None,
     (),
     (
-        Row("distributed_type", KEPT, _COPIES, _PLAIN),
+        Row(
+            "distributed_type",
+            KEPT,
+            "a whole copy on every rank, which Composer does without any such block; "
+            "`parallelism_config: {fsdp2: {}}` would shard it",
+            (
+                *("NO", False, "MULTI_CPU", "MULTI_GPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA"),
+                *("MULTI_NPU", "MULTI_SDAA", "MULTI_XPU", "MULTI_NEURON"),
+            ),
+        ),
         Row(
             "distributed_type",
             UNSUPPORTED,
@@ -532,7 +544,10 @@ UNSHARDED = Dialect(
             "is not known here",
             options=("=FSDP", "=DEEPSPEED", "=NO"),
         ),
-        *(Row(key, KEPT, _UNREAD) for key in (BLOCK, "deepspeed_config", "megatron_lm_config")),
+        *(
+            Row(key, KEPT, f"{_UNREAD}; left as it is")
+            for key in (BLOCK, "deepspeed_config", "megatron_lm_config")
+        ),
     ),
 )
 """holds no site to replace; `shards_nothing` recognises it"""

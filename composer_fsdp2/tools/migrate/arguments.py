@@ -135,18 +135,22 @@ CHECKPOINTING_ROWS = (
 """of `TrainingArguments`, whatever shards"""
 
 
-def _auto(key: str) -> Row:
-    reason = "it depends on the GPU that trains"
-    return Row(key, DECISION, reason, ("auto",), options=("=true", "=false"))
-
-
 PRECISION_ROWS = (
-    precision_row("bf16", "bf16", True),
-    Row("bf16", NOT_NEEDED, "off", OFF),
-    _auto("bf16"),
-    precision_row("fp16", "fp16", True),
-    Row("fp16", NOT_NEEDED, "off", OFF),
-    _auto("fp16"),
+    *(
+        row
+        for key in ("bf16", "fp16")
+        for row in (
+            precision_row(key, key, True),
+            Row(key, NOT_NEEDED, "off", OFF),
+            Row(
+                key,
+                DECISION,
+                "it depends on the GPU that trains",
+                ("auto",),
+                options=("=true", "=false"),
+            ),
+        )
+    ),
     Row("fp8", NOT_NEEDED, "off", OFF),
     Row(
         "fp8",

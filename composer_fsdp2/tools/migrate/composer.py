@@ -33,8 +33,8 @@ from composer_fsdp2.tools.migrate.shared_rows import REPLICATE, SHARD, composer_
 __all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "MIXED", "is_ours"]
 
 
-def _same(*names: str, reason: str = "means the same") -> tuple[Row, ...]:
-    return tuple(Row(name, KEPT, reason, settings={name: SAME}) for name in names)
+def _same(*names: str) -> tuple[Row, ...]:
+    return tuple(Row(name, KEPT, "means the same", settings={name: SAME}) for name in names)
 
 
 def _without_dropped(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,8 +309,6 @@ FSDP1 = Dialect(
 
 # --- Composer's `FSDP_VERSION=2`, which drops most keys with a warning. ---
 
-_IGNORED = "Composer ignored it under FSDP_VERSION=2, with a warning"
-
 
 def _version2_site(data: Mapping[str, Any], path: Path) -> Site | None:
     site = _fsdp1_site(data, path)
@@ -355,7 +353,10 @@ _VERSION2_ROWS = (
     *_same("activation_checkpointing", "activation_cpu_offload", "verbose"),
     *_same("load_monolith_rank0_only", "state_dict_type"),
     Row("sync_module_states", NOT_NEEDED, "every rank starts from rank 0's weights"),
-    *(Row(key, NOT_NEEDED, _IGNORED) for key in _IGNORED_KEYS),
+    *(
+        Row(key, NOT_NEEDED, "Composer ignored it under FSDP_VERSION=2, with a warning")
+        for key in _IGNORED_KEYS
+    ),
     *composer_rows(_TP),
 )
 

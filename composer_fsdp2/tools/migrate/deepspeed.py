@@ -46,11 +46,9 @@ __all__ = [
     "join_offloads",
 ]
 
-_BUCKETS = "FSDP2 communicates unit by unit; there are no buckets"
 _ZERO = "zero_optimization"
 _SWITCH = "zero_switch"
 """the same key where it holds true or false, an old way to write stage 1 or 0"""
-_TWO = {"reshard_after_forward": False}
 _WHOLE = {SHARD: 1, REPLICATE: -1, "reshard_after_forward": False}
 
 
@@ -87,15 +85,12 @@ ALL_MOVES = "`cpu_offload` keeps parameters, gradients and optimizer state in CP
 
 
 def _switch(name: str, dtype: str) -> tuple[Row, ...]:
-    reason = (
-        "parameters and reduction in this dtype, over master weights in fp32; under autocast "
-        "operations like softmax stay in fp32"
-    )
     return (
         Row(
             f"{name}.enabled",
             CONVERTED,
-            reason,
+            "parameters and reduction in this dtype, over master weights in fp32; under autocast "
+            "operations like softmax stay in fp32",
             (True,),
             {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": dtype}},
             trainer={"precision": f"amp_{dtype}"},
@@ -144,30 +139,16 @@ def _gathered(name: str) -> tuple[Row, ...]:
     )
 
 
-def _besides(key: str) -> tuple[Row, ...]:
-    """Rows of another trainer's key, which would be a second way to shard."""
-    reason = "DeepSpeed's settings stand beside it; a run is sharded by one of them"
-    options = ("=null", "give the file without DeepSpeed's settings")
-    return (
-        Row(key, NOT_NEEDED, "nothing", (None, False, "")),
-        Row(key, DECISION, reason, options=options),
-    )
-
-
 _OTHERS = tuple(key for key in SHARDING_KEYS if key != _ZERO)
+"""keys of other trainers, each of which would be a second way to shard"""
 _AUTOCAST_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 _ACCUMULATED = "gradients are accumulated in the shards' own dtype, which is fp32"
 
 
-def _loss_scale(value: Any) -> bool:
-    """A static scale, which is any number but 0."""
-    return value not in (0, 0.0, None, "auto")
-
-
-_DTYPES = ("fp32", "fp16", "bf16", "bfp16")
 _CHECKPOINTING = "activation_checkpointing"
 _SWITCHES = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "torch_autocast.enabled")
 PRECISION_SWITCHES = (*_SWITCHES, "amp.enabled")
+_OWN_SCALE = "Composer's own loss scaling is used, with `precision: amp_fp16`"
 _SCALES = (
     *("auto_cast", "consecutive_hysteresis", "hysteresis", "initial_scale_power"),
     *("loss_scale_window", "min_loss_scale"),
@@ -220,7 +201,13 @@ _INTERNAL = (
 
 _ROWS = (
     *stages(f"{_ZERO}.stage"),
-    Row(_SWITCH, CHANGES, "true is ZeRO-1; gradients are sharded too, as in ZeRO-2", (True,), _TWO),
+    Row(
+        _SWITCH,
+        CHANGES,
+        "true is ZeRO-1; gradients are sharded too, as in ZeRO-2",
+        (True,),
+        {"reshard_after_forward": False},
+    ),
     Row(_SWITCH, CONVERTED, "a whole copy on every rank", (False,), _WHOLE),
     Row(f"{_ZERO}.zero_hpz_partition_size", NOT_NEEDED, "1 is off", (0, 1)),
     Row(
@@ -249,7 +236,10 @@ _ROWS = (
         for name in ("offload_optimizer", "cpu_offload")
         for row in _offload(name, STATE_MOVES, STATE_ON_CPU)
     ),
-    *(Row(f"{_ZERO}.{name}", NOT_NEEDED, _BUCKETS) for name in _TUNING),
+    *(
+        Row(f"{_ZERO}.{name}", NOT_NEEDED, "FSDP2 communicates unit by unit; there are no buckets")
+        for name in _TUNING
+    ),
     *(Row(f"{_ZERO}.{name}", NOT_NEEDED, "only for DeepSpeed's own engine") for name in _INTERNAL),
     *_gathered("gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_16bit_weights_on_model_save"),
@@ -287,20 +277,13 @@ _ROWS = (
         (True,),
         {"optimizer_state": {"dtype": "bf16"}},
     ),
+    *(Row(f"fp16.{name}", NOT_NEEDED, _OWN_SCALE) for name in _SCALES),
+    Row("fp16.loss_scale", NOT_NEEDED, _OWN_SCALE, (0, 0.0, None, "auto")),
     Row(
         "fp16.loss_scale",
         DECISION,
         "a static scale; Composer finds its own scale while it trains",
-        _loss_scale,
         options=("=0",),
-    ),
-    *(
-        Row(
-            f"fp16.{name}",
-            NOT_NEEDED,
-            "Composer's own loss scaling is used, with `precision: amp_fp16`",
-        )
-        for name in (*_SCALES, "loss_scale")
     ),
     Row("torch_autocast.enabled", NOT_NEEDED, "off", (False, None)),
     Row(
@@ -386,7 +369,19 @@ _ROWS = (
             "zero_force_ds_cpu_optimizer",
         )
     ),
-    *(row for key in _OTHERS for row in _besides(key)),
+    *(
+        row
+        for key in _OTHERS
+        for row in (
+            Row(key, NOT_NEEDED, "nothing", (None, False, "")),
+            Row(
+                key,
+                DECISION,
+                "DeepSpeed's settings stand beside it; a run is sharded by one of them",
+                options=("=null", "give the file without DeepSpeed's settings"),
+            ),
+        )
+    ),
     Row("sparse_gradients", NOT_NEEDED, "gradients are dense", (False, None)),
     Row("sparse_gradients", UNSUPPORTED, "gradients are dense", options=("=false",)),
     Row(
@@ -404,7 +399,7 @@ _ROWS = (
         "communication_data_type",
         RENAMED,
         "`mixed_precision.reduce_dtype`",
-        _DTYPES,
+        ("fp32", "fp16", "bf16", "bfp16"),
         lambda value: {"mixed_precision": {"reduce_dtype": value.lower().replace("bfp", "bf")}},
     ),
     *clipping_rows("gradient_clipping"),
@@ -418,21 +413,17 @@ _ROWS = (
 )
 
 
-_SIGNS = (_ZERO, "autotp_size", "torch_autocast", "zero_allow_untested_optimizer")
-"""keys that no other dialect has"""
-_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-
-
 def _site(data: Mapping[str, Any], _: Path) -> Site | None:
     blocks = [data.get(name) for name in ("bf16", "bfloat16", "fp16", "amp")]
     switched = any(isinstance(block, Mapping) and "enabled" in block for block in blocks)
     tensor, rows = data.get("tensor_parallel"), {*first_keys(_ROWS), _ZERO}
-    own = rows - {"gradient_clipping", *_OTHERS}
+    batches = {"train_batch_size", "train_micro_batch_size_per_gpu"} & data.keys()
     if not (
         switched
-        or any(key in data for key in _SIGNS)
+        # Keys that no other dialect has.
+        or {_ZERO, "autotp_size", "torch_autocast", "zero_allow_untested_optimizer"} & data.keys()
         or (isinstance(tensor, Mapping) and "autotp_size" in tensor)
-        or (any(key in data for key in _BATCHES) and own & data.keys())
+        or (batches and (rows - {"gradient_clipping", *_OTHERS}) & data.keys())
     ):
         return None
     switch = {_ZERO: _SWITCH} if isinstance(data.get(_ZERO), bool) else {}

@@ -57,7 +57,6 @@ _CONFIG = "deepspeed_config"
 _FILE = "config.deepspeed_config_file"
 _ARGUMENT = "deepspeed"
 _STRATEGY = "strategy_config"
-_TWO = {"reshard_after_forward": False}
 
 _TRAINING_KEYS = (
     *("optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu"),
@@ -149,10 +148,13 @@ _PLUGIN = (
         for key in ("hostfile", "multinode_launcher", "exclusion_filter", "inclusion_filter")
     ),
 )
-_ALL = "ZeRO shards over all ranks, those of a sequence among them"
 _DEGREES = (
     *(
-        Row(f"parallelism_config_{name}_size", NOT_NEEDED, _ALL)
+        Row(
+            f"parallelism_config_{name}_size",
+            NOT_NEEDED,
+            "ZeRO shards over all ranks, those of a sequence among them",
+        )
         for name in ("dp_shard", "dp_replicate")
     ),
     *(
@@ -193,7 +195,7 @@ def _finish_accelerate(context: Context) -> None:
     else:
         join_offloads(context.entries.values())
         if "config.zero_stage" not in context.entries and file is None:
-            context.add("Accelerate's default is stage 2", **_TWO)
+            context.add("Accelerate's default is stage 2", reshard_after_forward=False)
     if file is None or not file.is_open:
         switches = tuple(f"{_FILE}.{key}" for key in PRECISION_SWITCHES)
         add_precision(context, ("mixed_precision", *switches), "Accelerate")
@@ -219,12 +221,15 @@ ACCELERATE_DEEPSPEED = Dialect(
 # --- `deepspeed:` and `deepspeed_config:` of TrainingArguments, axolotl and older Composer. ---
 
 
-_CLIPS = "`gradient_clipping` of DeepSpeed's settings clips; `auto` there takes this value"
 _AROUND = (
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
     *PARALLEL_ROWS,
-    Row("max_grad_norm", NOT_NEEDED, _CLIPS),
+    Row(
+        "max_grad_norm",
+        NOT_NEEDED,
+        "`gradient_clipping` of DeepSpeed's settings clips; `auto` there takes this value",
+    ),
 )
 
 

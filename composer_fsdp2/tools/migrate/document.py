@@ -135,6 +135,7 @@ class Document:
     def noted(self, entries: list[Entry]) -> Document:
         """Returns the file with what is left to decide as comments above the keys, which stay."""
         above: dict[int, list[str]] = {}
+        statuses = "|".join(status.value for status in Status)
         for entry in entries:
             # The key itself where it begins its line, or else a key that it is inside of.
             in_blocks = (
@@ -143,7 +144,9 @@ class Document:
                 if path in self.pairs and not getattr(self._node(path[:-1]), "flow_style", True)
             )
             own = [m for m in in_blocks if not self.lines[m.line][: m.column].strip()]
-            if own and not self._is_noted(own[-1].line, entry.key):
+            # An earlier run may have said something of the key.
+            noted = re.compile(rf"^ *# ({statuses}): {re.escape(entry.key)}: ", re.MULTILINE)
+            if own and not noted.search(self.text):
                 above.setdefault(own[-1].line, []).append(" " * own[-1].column + _note(entry))
         text = "".join(
             part
@@ -151,17 +154,6 @@ class Document:
             for part in (*self._ended(above.get(number, [])), line)
         )
         return Document(text, self.name, is_new=True)
-
-    def _is_noted(self, number: int, key: str) -> bool:
-        """Whether the comments above a line hold what an earlier run said of a key."""
-        start = re.compile(
-            rf"# ({'|'.join(status.value for status in Status)}): {re.escape(key)}: "
-        )
-        while number and (above := self.lines[number - 1].lstrip()).startswith("#"):
-            if start.match(above):
-                return True
-            number -= 1
-        return False
 
     def _ended(self, lines: list[str]) -> list[str]:
         return [line + (self.end or "\n") for line in lines]
@@ -246,19 +238,16 @@ class Document:
 
     def _written(self, entry: Entry, indent: str) -> list[str]:
         lines = [_note(entry)] if entry.is_open else []
+        _, node = self.pairs.get(entry.path, (None, None))
+        raw = ""
+        if isinstance(node, ScalarNode) and not node.anchor:
+            raw = self.text[node.start_mark.index : node.end_mark.index]
         for setting, value in entry.becomes.items():
-            raw = self._raw(entry.path) if value is SAME else None
-            text = f"{setting}: {raw}" if raw else dump({setting: entry.settings[setting]})
+            # A scalar in one line stays as the input writes it.
+            is_raw = value is SAME and raw and not set(raw) & set("\r\n")
+            text = f"{setting}: {raw}" if is_raw else dump({setting: entry.settings[setting]})
             lines += text.rstrip("\n").splitlines()
         return [indent + line for line in lines]
-
-    def _raw(self, path: Path) -> str | None:
-        """Returns a scalar as the input writes it."""
-        _, value = self.pairs.get(path, (None, None))
-        if not isinstance(value, ScalarNode):
-            return None
-        raw = self.text[value.start_mark.index : value.end_mark.index]
-        return raw if raw and not set(raw) & set("\r\n") and not value.anchor else None
 
 
 def _outer_paths(path: Path) -> list[Path]:

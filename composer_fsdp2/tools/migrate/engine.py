@@ -61,9 +61,7 @@ DIALECTS: Mapping[str, Dialect] = {
 
 _JOB = "parameters"
 """where the platform's own files hold the run they start"""
-_LONG_LIST = 1_000
 _BYTE_ORDER_MARK = "\ufeff"
-_OUTSIDE = "not about sharding; left as it is"
 _GIVEN = "given by --set"
 """reason of the entries that `--set fsdp2.NAME` makes"""
 _NOTHING = Dialect("none", "nothing about sharding", lambda _data, _path: None, ())
@@ -188,9 +186,8 @@ class _Work:
             if new := {**settings, **beside}.keys() - known:
                 block = context.site.wrapper if settings else ()
                 path = (*context.site.parent, *block, ", ".join(sorted(new)))
-                reason = f"`{place}` says it"
-                said = Entry(path, None, ADDED, reason, settings, beside=beside)
-                context.added.append(said)
+                said = f"`{place}` says it"
+                context.added.append(Entry(path, None, ADDED, said, settings, beside=beside))
             known |= new
 
     def outside(
@@ -198,7 +195,7 @@ class _Work:
     ) -> Iterator[Entry]:
         """Yields entries of all keys that are not replaced; `around` are the sites' mappings."""
         for key, value in data.items():
-            entry = Entry((*path, key), value, KEPT, _OUTSIDE)
+            entry = Entry((*path, key), value, KEPT, "not about sharding; left as it is")
             name = entry.key
             if entry.path in replaced:
                 continue
@@ -244,12 +241,19 @@ class _Work:
                 self._walk(context, f"{key}.{part}" if key else part, (*path, inner), item)
             return
         context.entries[key] = entry
-        if not is_block:
-            self._follow(entry, key, rows, is_given=given is not None)
-        elif value:
-            entry.decide(*_no_block(entry))
-        else:
+        if is_block and value:
+            word = str(entry.value).upper()
+            strategy = [f"{name}={{sharding_strategy: {word}}}"] if word in FSDP1_STRATEGIES else []
+            entry.decide(
+                f"takes a mapping of settings, and {ascii_repr(value)} says nothing that is known",
+                *strategy,
+                "write its settings as a block, one key per line",
+                f"{name}=null",
+            )
+        elif is_block:
             entry.become(CONVERTED, "holds no settings: the defaults")
+        else:
+            self._follow(entry, key, rows, is_given=given is not None)
 
     def _follow(self, entry: Entry, key: str, rows: Sequence[Row], *, is_given: bool) -> None:
         """Takes the first row that speaks of the value, which the file or `--set` gives."""
@@ -257,12 +261,18 @@ class _Work:
         if is_given and entry.value is None:
             entry.become(NOT_NEEDED, "taken out by --set")
         elif not rows:
-            entry.decide(*_unknown(key, self.dialect.rows))
+            name = key.rpartition(".")[2]
+            known = sorted({row.key.rpartition(".")[2] for row in self.dialect.rows})
+            if name in known:
+                reason = "is a key of this dialect, but not in this place; it would have no effect"
+                entry.decide(reason, f"{name}=null", "move it to where it is read")
+            else:
+                reason = "is not a key of this dialect; it would have no effect."
+                entry.decide(reason + nearest(name, known), f"{name}=null", "correct its name")
         elif row is None:
-            known = [str(choice) for row in rows for choice in row.choices]
             entry.decide(
                 f"{entry.value!r} is not a value this key is known to take",
-                *(f"{entry.key}={choice}" for choice in known),
+                *(f"{entry.key}={choice}" for row in rows for choice in row.choices),
                 f"{entry.key}=null",
             )
         else:
@@ -277,27 +287,6 @@ class _Work:
         if values := self.document.duplicates.get(entry.path):
             options = [f"{entry.key}={value}" for value in values]
             entry.decide("written more than once; which one counts depends on the reader", *options)
-
-
-def _no_block(entry: Entry) -> tuple[str, ...]:
-    reason = (
-        f"takes a mapping of settings, and {ascii_repr(entry.value)} says nothing that is known"
-    )
-    options = ("write its settings as a block, one key per line", f"{entry.key}=null")
-    word = str(entry.value).upper()
-    if word in FSDP1_STRATEGIES:
-        return (reason, f"{entry.key}={{sharding_strategy: {word}}}", *options)
-    return (reason, *options)
-
-
-def _unknown(key: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    name = key.rpartition(".")[2]
-    known = sorted({row.key.rpartition(".")[2] for row in rows})
-    if name in known:
-        reason = "is a key of this dialect, but not in this place; it would have no effect"
-        return (reason, f"{name}=null", "move it to where it is read")
-    reason = f"is not a key of this dialect; it would have no effect.{nearest(name, known)}"
-    return (reason, f"{name}=null", "correct its name")
 
 
 # --- Entries of one site together: what they say twice, what contradicts, what FSDP2 refuses. ---
@@ -369,20 +358,14 @@ def _check_together(entries: Sequence[Entry], world_size: int | None) -> None:
     """Makes decisions of the keys whose settings cannot hold together, the degrees first."""
     degrees = [e for e in entries if any("degree" in setting for setting in e.becomes)]
     for blamed in (degrees, entries):
-        problem = _problem(entries, world_size)
-        for entry in (entry for entry in blamed if problem and entry.becomes):
-            entry.decide(problem, f"{entry.key}=<another value>")
-
-
-def _problem(entries: Sequence[Entry], world_size: int | None) -> str:
-    """Returns the error of all settings together, or ""."""
-    try:
-        config = parse_config({k: v for entry in entries for k, v in _plain(entry).items()})
-        if world_size is not None:
-            MeshShape.resolve(config, world_size)
-    except ConfigError as error:
-        return str(error)
-    return ""
+        settings = {k: v for entry in entries for k, v in _plain(entry).items()}
+        try:
+            config = parse_config(settings)
+            if world_size is not None:
+                MeshShape.resolve(config, world_size)
+        except ConfigError as error:
+            for entry in (entry for entry in blamed if entry.becomes):
+                entry.decide(str(error), f"{entry.key}=<another value>")
 
 
 # --- The whole file: its dialect, its interpolations, and where its settings stand. ---
@@ -468,7 +451,7 @@ def _without_long_lists(value: Any) -> Any:
     """Leaves out data that no setting points at: omegaconf takes 0.2 ms for each item."""
     if isinstance(value, Mapping):
         return {key: _without_long_lists(item) for key, item in value.items()}
-    return [] if isinstance(value, list) and len(value) > _LONG_LIST else value
+    return [] if isinstance(value, list) and len(value) > 1_000 else value
 
 
 def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:

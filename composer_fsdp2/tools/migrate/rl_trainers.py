@@ -43,11 +43,11 @@ from composer_fsdp2.tools.migrate.shared_rows import (
 __all__ = ["ROLL", "VERL"]
 
 _OFF = (False, None)
-_SPELLINGS = {"half": "fp16", "float": "fp32"}
 
 
 def _dtype(value: Any) -> Any:
-    return _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value
+    spellings = {"half": "fp16", "float": "fp32"}
+    return spellings.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _is_dtype(value: Any) -> bool:
@@ -228,8 +228,6 @@ _FOREIGN_ENGINE = "this model is divided by another engine, which has no equal h
 _FOREIGN_OPTION = "leave it to that engine, or give it settings of FSDP first"
 
 
-_FREEZE = "frozen parameters are sharded like the others; freezing stays with the trainer"
-
 ROLL = Dialect(
     "roll",
     "ROLL with FSDP2",
@@ -244,7 +242,11 @@ ROLL = Dialect(
             ("megatron_train", "megatron_infer"),
             options=(_FOREIGN_OPTION,),
         ),
-        Row("*.freeze_module_prefix", KEPT, _FREEZE),
+        Row(
+            "*.freeze_module_prefix",
+            KEPT,
+            "frozen parameters are sharded like the others; freezing stays with the trainer",
+        ),
     ),
     _ROLL_AROUND,
     _finish_roll,
@@ -256,11 +258,6 @@ ROLL = Dialect(
 _DEGREE = "ulysses_sequence_parallel_size"
 _OWN = ("model_dtype", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
 """keys of a block that no other trainer's has"""
-_FULL = ("fp32", "float32", "float", None)
-
-
-_BATCH = "LLM Foundry's batch sizes and the model say it"
-_LOSS = "about the loss of a policy, not about sharding"
 
 
 def _is_low(value: Any) -> bool:
@@ -317,7 +314,12 @@ _VERL_ROWS = (
     Row("config.forward_prefetch", NOT_NEEDED, "torch's own prefetch", _OFF),
     Row("config.forward_prefetch", CONVERTED, "one unit ahead", (True,), {"forward_prefetch": 1}),
     Row("config.use_orig_params", NOT_NEEDED, "FSDP2 keeps the original parameters"),
-    Row("config.model_dtype", NOT_NEEDED, "weights are in fp32, as here", _FULL),
+    Row(
+        "config.model_dtype",
+        NOT_NEEDED,
+        "weights are in fp32, as here",
+        ("fp32", "float32", "float", None),
+    ),
     Row(
         "config.model_dtype",
         DECISION,
@@ -354,15 +356,17 @@ _VERL_ROWS = (
         (None, []),
     ),
     Row("config.use_torch_compile", NOT_NEEDED, "compiles the entropy of a policy, not the model"),
-    Row("config.entropy_from_logits_with_chunking", NOT_NEEDED, _LOSS),
-    Row("config.entropy_checkpointing", NOT_NEEDED, _LOSS),
+    *(
+        Row(f"config.{name}", NOT_NEEDED, "about the loss of a policy, not about sharding")
+        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
+    ),
     *(
         Row(f"config.{name}", NOT_NEEDED, "the run's own `seed` and settings of torch say it")
         for name in ("seed", "full_determinism")
     ),
     Row("config.grad_offload", NOT_NEEDED, "only for Megatron"),
     *(
-        Row(f"config.{name}", NOT_NEEDED, _BATCH)
+        Row(f"config.{name}", NOT_NEEDED, "LLM Foundry's batch sizes and the model say it")
         for name in (
             *("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu"),
             *("infer_max_token_len_per_gpu", "infer_micro_batch_size_per_gpu"),
@@ -393,7 +397,6 @@ _VERL_AROUND = (
     *clipping_rows("grad_clip"),
     *clipping_rows("optim.clip_grad"),
 )
-_ENGINES = ("megatron", "veomni", "torchtitan", "mindspeed", "automodel")
 
 
 def _verl_site(data: Mapping[str, Any], path: Path) -> Site | None:
@@ -413,7 +416,13 @@ VERL = Dialect(
     _VERL_ROWS,
     (
         *moved_rows(_VERL_AROUND),
-        Row("*.strategy", UNSUPPORTED, _FOREIGN_ENGINE, _ENGINES, options=(_FOREIGN_OPTION,)),
+        Row(
+            "*.strategy",
+            UNSUPPORTED,
+            _FOREIGN_ENGINE,
+            ("megatron", "veomni", "torchtitan", "mindspeed", "automodel"),
+            options=(_FOREIGN_OPTION,),
+        ),
     ),
     _VERL_AROUND,
     lambda context: add_dtypes(context, "verl", param_dtype="bf16", reduce_dtype="fp32"),

@@ -171,7 +171,6 @@ _DIVIDES = (
     "group read the same batch"
 )
 _TENSOR, _EXPERT = "tensor_parallel", "expert_parallel"
-_SEQUENCE = "each sequence is divided between ranks next to each other, which read the same batch"
 
 
 def degree_rows(key: str, nothing: Any) -> tuple[Row, ...]:
@@ -270,7 +269,8 @@ def sequence_rows(key: str, nothing: Any = (1, None), method: str = "auto") -> t
         Row(
             key,
             CONVERTED,
-            f"`sequence_parallel`: {_SEQUENCE}",
+            "`sequence_parallel`: each sequence is divided between ranks next to each other, which "
+            "read the same batch",
             is_size,
             lambda value: {"sequence_parallel": {"degree": value, "method": method}},
         ),
@@ -304,12 +304,22 @@ def parallel_rows(key: str, kind: str) -> tuple[Row, ...]:
 def stages(key: str) -> tuple[Row, ...]:
     """Returns the rows of DeepSpeed's stage."""
     two = {"reshard_after_forward": False}
-    kept = "ZeRO-2: gradients and optimizer are sharded, parameters kept until after backward"
-    less = "gradients are sharded too, as in ZeRO-2: less memory, the same result"
     return (
         Row(key, CONVERTED, "ZeRO-3", (3, "3"), {"reshard_after_forward": "auto"}),
-        Row(key, CONVERTED, kept, (2, "2"), two),
-        Row(key, CHANGES, less, (1, "1"), two),
+        Row(
+            key,
+            CONVERTED,
+            "ZeRO-2: gradients and optimizer are sharded, parameters kept until after backward",
+            (2, "2"),
+            two,
+        ),
+        Row(
+            key,
+            CHANGES,
+            "gradients are sharded too, as in ZeRO-2: less memory, the same result",
+            (1, "1"),
+            two,
+        ),
         Row(
             key, CONVERTED, "a whole copy on every rank", (0, "0"), {SHARD: 1, REPLICATE: -1, **two}
         ),
@@ -377,8 +387,8 @@ def add_precision(context: Context, keys: tuple[str, ...], trainer: str) -> None
     said = (context.entries[key] for key in keys if key in context.entries)
     if "precision" not in context.parent and not any(e.is_open or e.beside for e in said):
         reason = f"without a precision {trainer} computes in fp32, and LLM Foundry in amp_bf16"
-        path = (*context.site.parent, "precision")
-        context.added.append(Entry(path, None, ADDED, reason, {}, beside={"precision": "fp32"}))
+        path, beside = (*context.site.parent, "precision"), {"precision": "fp32"}
+        context.added.append(Entry(path, None, ADDED, reason, beside=beside))
 
 
 def add_dtypes(context: Context, trainer: str, **defaults: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.report import Path
+from composer_fsdp2.tools.migrate.report import Path, value_at
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -22,9 +22,8 @@ _BLOCKS = frozenset(
     }
 )
 """keys that trainers read settings of sharding from"""
-_KINDS = "tensor|sequence|context|pipeline|expert|data"
 _SIZES = re.compile(
-    rf"({_KINDS})_(model_)?parallel(ism)?_([a-z]+_)?(size|degree)"
+    r"(tensor|sequence|context|pipeline|expert|data)_(model_)?parallel(ism)?_([a-z]+_)?(size|degree)"
     r"|(dp|hsdp|fsdp|tp|sp|cp|pp|ep)_([a-z]+_)?(size|degree)"
     r"|ulysses_([a-z]+_)?(size|degree)|fsdp_[a-z0-9_]+"
 )
@@ -65,7 +64,14 @@ def sharding_in(data: Mapping[str, Any], path: Path, value: Any, sites: Collecti
     Returns:
         A sentence, or "" where the key is about something else.
     """
-    if _is_empty(value) or _is_ours(data, path):
+    # Inside of what the other dialects become, keys are settings of FSDP2.
+    versions = (
+        value_at(data, (*path[:number], "version"))
+        for number, name in enumerate(path, 1)
+        if name == "fsdp_config"
+    )
+    is_ours = "fsdp2" in path or any(str(version) == "2" for version in versions)
+    if is_ours or _is_empty(value):
         return ""
     within = (key for key, item in _inside(value) if not _is_empty(item))
     block = next((name for name in (*path, *within) if name in _BLOCKS), None)
@@ -97,16 +103,6 @@ def foreign_sign(data: Mapping[str, Any], path: Path = ()) -> str:
 
 def _is_empty(value: Any) -> bool:
     return value is False or value in (None, "", {}, [])
-
-
-def _is_ours(data: Any, path: Path) -> bool:
-    """Whether it is inside of what the other dialects become."""
-    for name in path:
-        data = data[name]
-        versioned = name == "fsdp_config" and isinstance(data, Mapping)
-        if name == "fsdp2" or (versioned and str(data.get("version")) == "2"):
-            return True
-    return False
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
