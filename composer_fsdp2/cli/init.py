@@ -71,7 +71,7 @@ def init(
 
     Exit code 0 if the file was written, 2 if an answer is missing or cannot be.
     """
-    from composer_fsdp2.tools.starter import Answers, starter_yaml
+    from composer_fsdp2.tools.starter import Answers
 
     with reported():
         if gpu is not None:
@@ -88,24 +88,23 @@ def init(
                 f"--gpu is {gpu}, and the run has no GPUs. Its memory would be compared with "
                 "nothing. Leave --gpu out, or write --gpus 1 or more."
             )
-        _write(file, starter_yaml(answers))
-        _say_how_to_start(file, answers)
+        _write(file, answers)
         if gpu is not None:
             _say_whether_it_fits(file, answers, gpu)
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, answers: Answers) -> None:
+    """Writes the run, and says how to start it."""
+    from composer_fsdp2.tools.starter import starter_yaml
+
+    text = starter_yaml(answers)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"'{file}' cannot be written: {reason}. There is no run without it. Write another path."
+            f"'{file}' cannot be written: {error}. There is no run without it. Write another path."
         ) from None
-
-
-def _say_how_to_start(file: Path, answers: Answers) -> None:
     # Doctor looks at the cluster of the answers, not at this machine.
     per_node, cluster = answers.gpus // answers.nodes, ""
     if answers.gpus not in (0, _local_gpus()):
@@ -160,7 +159,6 @@ def _ask(given: dict[str, Any]) -> dict[str, Any]:
             f"asked. Write {flags}"
         )
     check_answers(given)
-    _warn_of_missing(given["data"])
     for name in missing:
         while given[name] is None:
             default, kind = (_local_gpus(), int) if name == "gpus" else (None, str)
@@ -172,8 +170,11 @@ def _ask(given: dict[str, Any]) -> dict[str, Any]:
                 say(f"[red]{escape(str(error))}[/]")
                 continue
             given[name] = answer
-            if name == "data":
-                _warn_of_missing(answer)
+    # Doctor says it again.
+    data = given["data"]
+    is_local = data.startswith((".", "/", "~")) or "/" not in data
+    if is_local and not Path(data).exists():
+        say(f"[yellow]There is no '{escape(data)}' yet. The run cannot start without it.[/]")
     return given
 
 
@@ -185,15 +186,6 @@ def _local_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _warn_of_missing(data: str | None) -> None:
-    """Says what a path that is not there needs; doctor says it again."""
-    if data is None:
-        return
-    local = data.startswith((".", "/", "~")) or "/" not in data
-    if local and not Path(data).exists():
-        say(f"[yellow]There is no '{escape(data)}' yet. The run cannot start without it.[/]")
 
 
 def quickstart(

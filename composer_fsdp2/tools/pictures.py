@@ -23,7 +23,7 @@ from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.tools.parity import QUANTITIES, Comparison
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure, FigureBase
+    from matplotlib.figure import Figure
 
     from composer_fsdp2.estimate.forecast import Forecast
 
@@ -78,10 +78,6 @@ _MEMORY: Mapping[str, str] = {
     "other": "grey",
 }
 """kind of memory -> its colour"""
-_PHASES = ("forward", "backward", "step")
-"""events whose beginning is named"""
-_STEP_HEIGHT = 4.2
-"""inches of the drawing of a step"""
 _STYLE: Mapping[str, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -95,8 +91,8 @@ _STYLE: Mapping[str, Any] = {
     "text.parse_math": False,
 }
 _NUMBER = re.compile(r"\d+")
-_LONGEST, _NOTES = 40, 4
-"""characters of a name; ties that are written out, and lines about names that are left out"""
+_NOTES = 4
+"""ties that are written out, and lines about names that are left out"""
 
 
 @contextmanager
@@ -158,32 +154,28 @@ def plan_picture(
     from matplotlib.figure import Figure
 
     rows, notes = plan_rows(plan, frozen or {}), _notes(plan)
+    height = 1.8 + 0.3 * len(rows) + 0.17 * notes.count("\n")  # in inches
+    below = 0 if step is None else 4.2
     with own_style():
-        height = 1.8 + 0.3 * len(rows) + 0.17 * notes.count("\n")
-        if step is None:
-            figure = Figure(figsize=(7.5, height), layout="constrained")
-            _draw_units(figure, plan, rows, notes, title)
-        else:
-            figure = Figure(figsize=(7.5, height + _STEP_HEIGHT), layout="constrained")
-            parts: Any = figure.subfigures(2, 1, height_ratios=(height, _STEP_HEIGHT))
-            _draw_units(parts[0], plan, rows, notes, title)
+        figure = Figure(figsize=(7.5, height + below), layout="constrained")
+        parts: Any = [figure]
+        if step is not None:
+            parts = figure.subfigures(2, 1, height_ratios=(height, below))
             _draw_step(parts[1], step)
+        _draw_units(parts[0], plan, rows, notes, title)
     return figure
 
 
-def _draw_units(
-    figure: FigureBase, plan: WrapPlan, rows: Sequence[Row], notes: str, title: str
-) -> None:
+def _draw_units(figure: Any, plan: WrapPlan, rows: Sequence[Row], notes: str, title: str) -> None:
     from matplotlib.patches import Patch
 
-    axes: Any = figure.subplots()
+    axes = figure.subplots()
     for y, row in enumerate(rows):
         # The mean of a row whose units differ in size.
         size, color = row.total / len(row.units), _KINDS[row.kind][1]
         trained = size * (1 - row.frozen / max(row.total, 1))
         axes.barh(y, trained, color=color)
-        frozen_look: dict[str, Any] = {"color": "white", "edgecolor": color, "hatch": "////"}
-        axes.barh(y, size - trained, left=trained, **frozen_look)
+        axes.barh(y, size - trained, left=trained, color="white", edgecolor=color, hatch="////")
         if row.kept:
             axes.barh(y, size, fill=False, edgecolor="black", linewidth=1.6)
         axes.annotate(_value(row), (size, y), (6, 0), textcoords="offset points", va="center")
@@ -205,33 +197,38 @@ def _draw_units(
         keys.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="frozen"))
     if any(row.kept for row in rows):
         keys.append(Patch(fill=False, edgecolor="black", label="kept until backward"))
-    place: dict[str, Any] = {"loc": "outside lower left", "alignment": "left", "ncols": 4}
-    figure.legend(handles=keys, title=notes, title_fontsize=10, **place)
+    figure.legend(
+        handles=keys,
+        title=notes,
+        title_fontsize=10,
+        loc="outside lower left",
+        alignment="left",
+        ncols=4,
+    )
 
 
-def _draw_step(figure: FigureBase, step: Forecast) -> None:
+def _draw_step(figure: Any, step: Forecast) -> None:
     """Draws the most memory between two events of a step, by kind."""
     from composer_fsdp2.estimate.report import NAMES
     from composer_fsdp2.text import size_text
 
-    def written(size: float, _: int) -> str:
-        return size_text(size)
-
-    axes: Any = figure.subplots()
+    axes = figure.subplots()
     events = [window.label[0] for window in step.windows]
-    for_kind = {k: [w.kinds.get(k, 0) for w in step.windows] for k in NAMES}
-    drawn = {kind: sizes for kind, sizes in for_kind.items() if any(sizes)}
-    colors = [COLORS[_MEMORY[kind]] for kind in drawn]
-    labels = [NAMES[kind] for kind in drawn]
-    axes.stackplot(range(len(events)), *drawn.values(), labels=labels, colors=colors)
-    phases = [n for n, event in enumerate(events) if event in _PHASES]
+    drawn = [kind for kind in NAMES if any(window.kinds.get(kind) for window in step.windows)]
+    axes.stackplot(
+        range(len(events)),
+        *([window.kinds.get(kind, 0) for window in step.windows] for kind in drawn),
+        labels=[NAMES[kind] for kind in drawn],
+        colors=[COLORS[_MEMORY[kind]] for kind in drawn],
+    )
+    # The beginning of each phase is named.
+    phases = [n for n, event in enumerate(events) if event in ("forward", "backward", "step")]
     starts = [n for last, n in pairwise([0, *phases]) if events[last] != events[n]]
     axes.set_xticks(starts, [events[n] for n in starts], rotation=40, ha="right", size=9)
-    axes.yaxis.set_major_formatter(written)
+    axes.yaxis.set_major_formatter(lambda size, _: size_text(size))
     about = f"Memory of a rank over one step: {size_text(step.peak_bytes)} at most, {step.moment}"
     figure.suptitle(about, x=0.01, ha="left")
-    place: dict[str, Any] = {"loc": "outside lower left", "ncols": 3}
-    figure.legend(**place)
+    figure.legend(loc="outside lower left", ncols=3)
 
 
 def plan_rows(plan: WrapPlan, frozen: Mapping[str, int], most: int = MOST_ROWS) -> list[Row]:
@@ -332,7 +329,7 @@ def _notes(plan: WrapPlan) -> str:
     return "\n".join(line for block in wrapped for line in block)
 
 
-def _shortened(text: str, longest: int = _LONGEST) -> str:
+def _shortened(text: str, longest: int = 40) -> str:
     return text if len(text) <= longest else f"{text[: longest // 3]}…{text[-longest * 2 // 3 :]}"
 
 
