@@ -88,18 +88,12 @@ class Document:
         """of the lines that are written, as the file's first one has it"""
         self.pairs: dict[Path, tuple[Node, Any]] = {}
         """nodes of a key and its value; of a key that is written twice, the first ones"""
-        self.duplicates: dict[Path, list[Any]] = {}
+        values: dict[Path, list[Any]] = {}
+        for path, key, value in _pairs(self.root, ()):
+            self.pairs.setdefault(path, (key, value))
+            values.setdefault(path, []).append(getattr(value, "value", None))
+        self.duplicates = {p: given for p, given in values.items() if len(given) > 1 and p[-1] != "<<"}
         """keys written twice in one mapping, with all their values"""
-        for path, mapping in _mappings(self.root, ()):
-            found: dict[Path, list[tuple[Node, Any]]] = {}
-            for key, value in mapping.value:
-                found.setdefault((*path, str(key.value)), []).append((key, value))
-            self.pairs |= {place: pairs[0] for place, pairs in found.items()}
-            self.duplicates |= {
-                place: [getattr(value, "value", None) for _, value in pairs]
-                for place, pairs in found.items()
-                if len(pairs) > 1 and place[-1] != "<<"
-            }
 
     def replace(self, results: Sequence[tuple[Site, list[Entry]]]) -> Document:
         """Returns the file with the keys of each site replaced by what its entries became.
@@ -344,15 +338,16 @@ def _texts(data: Any, left: Iterator[int] | None = None) -> Any:
     return [_texts(item, left) for item in data] if isinstance(data, list) else data
 
 
-def _mappings(node: Any, path: Path) -> Iterator[tuple[Path, MappingNode]]:
-    """Yields all mappings, each before those inside of it."""
+def _pairs(node: Any, path: Path) -> Iterator[tuple[Path, Node, Any]]:
+    """Yields keys and values at any depth, each before those inside of it."""
     if isinstance(node, SequenceNode):
         for number, item in enumerate(node.value):
-            yield from _mappings(item, (*path, str(number)))
+            yield from _pairs(item, (*path, str(number)))
     if isinstance(node, MappingNode):
-        yield path, node
         for key, value in node.value:
-            yield from _mappings(value, (*path, str(key.value)))
+            place = (*path, str(key.value))
+            yield place, key, value
+            yield from _pairs(value, place)
 
 
 def _is_remark(line: str) -> bool:
