@@ -81,8 +81,7 @@ def init(
                 f"'{file}' exists. What is in it would be lost. Write another name, or --force."
             )
         given = {"model": model, "data": data, "gpus": gpus, "goal": goal}
-        answered = _ask(given)
-        answers = Answers(**answered, tokenizer=tokenizer, max_seq_len=max_seq_len)
+        answers = Answers(**_ask(given), tokenizer=tokenizer, max_seq_len=max_seq_len)
         if gpu is not None and not answers.gpus:
             raise ConfigError(
                 f"--gpu is {gpu}, and the run has no GPUs. Its memory would be compared with "

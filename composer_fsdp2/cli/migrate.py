@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["migrate"]
 
-_LONGEST = 200
-
 _Decisions = Annotated[
     list[str] | None,
     typer.Option(
@@ -228,7 +226,7 @@ def _describe(report: Report) -> list[str]:
         lines += ["", f"{status.value}:"] if groups else []
         for entries in groups.values():
             keys = [
-                e.key if status is Status.ADDED else f"{e.key}: {shortened(str(e.value), _LONGEST)}"
+                e.key if status is Status.ADDED else f"{e.key}: {shortened(str(e.value), 200)}"
                 for e in entries
             ]
             first = entries[0]

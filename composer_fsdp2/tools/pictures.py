@@ -153,7 +153,16 @@ def plan_picture(
     """
     from matplotlib.figure import Figure
 
-    rows, notes = plan_rows(plan, frozen or {}), _notes(plan)
+    rows = plan_rows(plan, frozen or {})
+    # Lines below the drawing: ties, and parameters that are left out.
+    lines = [f"tie {n}: {' = '.join(names)}" for n, names in enumerate(plan.tied[:_NOTES], 1)]
+    if len(plan.tied) > _NOTES:
+        lines.append(f"and {len(plan.tied) - _NOTES} more ties")
+    if plan.ignored:
+        names = ", ".join(plan.ignored)
+        lines.append(f"left out by ignored_params ({len(plan.ignored)}): {names}")
+    wrapped = (textwrap.wrap(line, 90, max_lines=_NOTES, placeholder=" ...") for line in lines)
+    notes = "\n".join(line for block in wrapped for line in block)
     height = 1.8 + 0.3 * len(rows) + 0.17 * notes.count("\n")  # in inches
     below = 0 if step is None else 4.2
     with own_style():
@@ -315,18 +324,6 @@ def _value(row: Row) -> str:
     if row.frozen:
         notes.insert(0, "frozen" if row.frozen == row.total else "part frozen")
     return ", ".join([f"{size}{count}", *notes])
-
-
-def _notes(plan: WrapPlan) -> str:
-    """Returns the lines below the drawing: ties, and parameters that are left out."""
-    lines = [f"tie {n}: {' = '.join(names)}" for n, names in enumerate(plan.tied[:_NOTES], 1)]
-    if len(plan.tied) > _NOTES:
-        lines.append(f"and {len(plan.tied) - _NOTES} more ties")
-    if plan.ignored:
-        names = ", ".join(plan.ignored)
-        lines.append(f"left out by ignored_params ({len(plan.ignored)}): {names}")
-    wrapped = (textwrap.wrap(line, 90, max_lines=_NOTES, placeholder=" ...") for line in lines)
-    return "\n".join(line for block in wrapped for line in block)
 
 
 def _shortened(text: str, longest: int = 40) -> str:

@@ -41,7 +41,6 @@ __all__ = [
     "DEEPSPEED",
     "PRECISION_SWITCHES",
     "STATE_MOVES",
-    "fill_in",
     "finish_deepspeed",
     "join_offloads",
 ]
@@ -431,19 +430,27 @@ def _site(data: Mapping[str, Any], _: Path) -> Site | None:
 
 
 def _finish(context: Context) -> None:
-    finish_deepspeed(context, "")
+    finish_deepspeed(context, "", {})
     add_precision(context, PRECISION_SWITCHES, "DeepSpeed")
 
 
-def finish_deepspeed(context: Context, prefix: str) -> None:
+def finish_deepspeed(context: Context, prefix: str, filled: Mapping[str, Any]) -> None:
     """Resolves what several keys say together.
 
     Args:
         context: of the site.
         prefix: where DeepSpeed's table is in the dialect's, with a dot at its end.
+        filled: values of the trainer around, which it fills in for keys that say `auto`; `None`
+            for those it does not know.
     """
     found = context.entries.items()
     entries = {k.removeprefix(prefix): entry for k, entry in found if k.startswith(prefix)}
+    for key, value in filled.items():
+        row = next((row for row in _ROWS if row.key == key and row.matches(value)), None)
+        is_auto = key in entries and entries[key].value == "auto"
+        if is_auto and value is not None and row is not None and row.status is not DECISION:
+            entries[key].follow(row, value)
+            entries[key].reason += f"; the trainer fills in {value}"
     zero, stage = entries.get(_ZERO), entries.get(f"{_ZERO}.stage")
     if stage is None and _SWITCH not in entries and not (zero and zero.is_open):
         context.add("DeepSpeed's default is stage 0, a whole copy on every rank", **_WHOLE)
@@ -483,16 +490,6 @@ def join_offloads(entries: Collection[Entry]) -> None:
             entry.becomes["cpu_offload"] = True
     for entry in states if whole else ():
         entry.become(CHANGES, ALL_MOVES)
-
-
-def fill_in(context: Context, prefix: str, key: str, value: Any) -> None:
-    """Gives a key that says `auto` the value that the trainer around it would fill in."""
-    entry = context.entries.get(prefix + key)
-    row = next((row for row in _ROWS if row.key == key and row.matches(value)), None)
-    if not (entry and entry.value == "auto" and row) or value is None or row.status is DECISION:
-        return
-    entry.follow(row, value)
-    entry.reason += f"; the trainer fills in {value}"
 
 
 DEEPSPEED = Dialect("deepspeed", "DeepSpeed ZeRO", _site, _ROWS, finish=_finish, nested=False)

@@ -25,7 +25,6 @@ from composer_fsdp2.tools.migrate.deepspeed import (
     DEEPSPEED,
     PRECISION_SWITCHES,
     STATE_MOVES,
-    fill_in,
     finish_deepspeed,
     join_offloads,
 )
@@ -185,13 +184,11 @@ def _finish_accelerate(context: Context) -> None:
     ignore_degrees(context)
     join_fp8(context)
     precision, file = context.value("mixed_precision"), context.entries.get(_FILE)
-    for name in ("bf16", "fp16"):
-        given = None if precision is None else precision == name
-        fill_in(context, f"{_FILE}.", f"{name}.enabled", given)
     if any(key.startswith(f"{_FILE}.") for key in context.entries):
-        clipping = context.value("config.gradient_clipping")
-        fill_in(context, f"{_FILE}.", "gradient_clipping", clipping)
-        finish_deepspeed(context, f"{_FILE}.")
+        filled = {"gradient_clipping": context.value("config.gradient_clipping")}
+        if precision is not None:
+            filled |= {f"{name}.enabled": precision == name for name in ("bf16", "fp16")}
+        finish_deepspeed(context, f"{_FILE}.", filled)
     else:
         join_offloads(context.entries.values())
         if "config.zero_stage" not in context.entries and file is None:
@@ -254,17 +251,17 @@ def _arguments_site(data: Mapping[str, Any], path: Path) -> Site | None:
 
 
 def _finish_arguments(context: Context) -> None:
-    prefix = f"{_ARGUMENT}."
-    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
-        # A run that names one of both has the other one off.
-        given = context.value(name, False if context.value(other) is True else None)
-        fill_in(context, prefix, f"{name}.enabled", given if isinstance(given, bool) else None)
-    fill_in(context, prefix, "gradient_clipping", context.parent.get("max_grad_norm"))
     file = context.entries.get(_ARGUMENT)
     if not (file and file.is_open):
-        finish_deepspeed(context, prefix)
+        filled = {"gradient_clipping": context.parent.get("max_grad_norm")}
+        for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
+            # A run that names one of both has the other one off.
+            given = context.value(name, False if context.value(other) is True else None)
+            filled[f"{name}.enabled"] = given if isinstance(given, bool) else None
+        finish_deepspeed(context, f"{_ARGUMENT}.", filled)
         join_fp8(context)
-        keys = ("bf16", "fp16", "fp8", *(f"{prefix}{key}" for key in PRECISION_SWITCHES))
+        switches = (f"{_ARGUMENT}.{key}" for key in PRECISION_SWITCHES)
+        keys = ("bf16", "fp16", "fp8", *switches)
         add_precision(context, keys, "the Trainer of transformers")
 
 

@@ -92,7 +92,9 @@ class Document:
         for path, key, value in _pairs(self.root, ()):
             self.pairs.setdefault(path, (key, value))
             values.setdefault(path, []).append(getattr(value, "value", None))
-        self.duplicates = {p: given for p, given in values.items() if len(given) > 1 and p[-1] != "<<"}
+        self.duplicates = {
+            p: given for p, given in values.items() if len(given) > 1 and p[-1] != "<<"
+        }
         """keys written twice in one mapping, with all their values"""
 
     def replace(self, results: Sequence[tuple[Site, list[Entry]]]) -> Document:

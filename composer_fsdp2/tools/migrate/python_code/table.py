@@ -109,7 +109,6 @@ def _argument(*names: str, **fields: Any) -> CodeRow:
 _PARALLELISM = ("composer.utils", "composer.utils.parallelism")
 _FSDP_CONFIG = tuple(f"{home}.FSDPConfig" for home in _PARALLELISM)
 _TRAINER = ("composer.Trainer", "composer.trainer.Trainer", "composer.trainer.trainer.Trainer")
-_CLIPPING = "composer.algorithms.gradient_clipping"
 
 CODE_ROWS: tuple[CodeRow, ...] = (
     # --- Functions of Composer. ---
@@ -166,8 +165,8 @@ CODE_ROWS: tuple[CodeRow, ...] = (
         found=Found.ARGUMENT,
         names=("fsdp_enabled",),
         homes=(
-            f"{_CLIPPING}.apply_gradient_clipping",
-            f"{_CLIPPING}.gradient_clipping.apply_gradient_clipping",
+            "composer.algorithms.gradient_clipping.apply_gradient_clipping",
+            "composer.algorithms.gradient_clipping.gradient_clipping.apply_gradient_clipping",
             "composer.functional.apply_gradient_clipping",
         ),
         use="fsdp_enabled=False",
