@@ -83,28 +83,6 @@ STATE_MOVES = (
 ALL_MOVES = "`cpu_offload` keeps parameters, gradients and optimizer state in CPU memory together"
 
 
-def _switch(name: str, dtype: str) -> tuple[Row, ...]:
-    return (
-        Row(
-            f"{name}.enabled",
-            CONVERTED,
-            "parameters and reduction in this dtype, over master weights in fp32; under autocast "
-            "operations like softmax stay in fp32",
-            (True,),
-            {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": dtype}},
-            trainer={"precision": f"amp_{dtype}"},
-        ),
-        Row(f"{name}.enabled", NOT_NEEDED, "off", (False, None)),
-        Row(
-            f"{name}.enabled",
-            DECISION,
-            "the trainer that reads the file fills it in",
-            ("auto",),
-            options=("=true", "=false"),
-        ),
-    )
-
-
 def _offload(name: str, reason: str, settings: Any) -> tuple[Row, ...]:
     key = f"{_ZERO}.{name}"
     return (
@@ -118,23 +96,6 @@ def _offload(name: str, reason: str, settings: Any) -> tuple[Row, ...]:
             options=("={device: cpu}", "=null"),
         ),
         Row(key, UNSUPPORTED, "there is CPU memory, no NVMe", options=("=null",)),
-    )
-
-
-def _unless_off(name: str, reason: str) -> tuple[Row, ...]:
-    """Rows of a feature that FSDP2 has not."""
-    key = f"{_ZERO}.{name}"
-    return (
-        Row(key, NOT_NEEDED, "off is what FSDP2 does", (False, None)),
-        Row(key, UNSUPPORTED, reason, options=("=null",)),
-    )
-
-
-def _gathered(name: str) -> tuple[Row, ...]:
-    key = f"{_ZERO}.{name}"
-    return (
-        Row(key, CONVERTED, "one file with whole weights", (True,), {"state_dict_type": "full"}),
-        Row(key, CONVERTED, "a folder of shards", (False,), {"state_dict_type": "sharded"}),
     )
 
 
@@ -240,17 +201,55 @@ _ROWS = (
         for name in _TUNING
     ),
     *(Row(f"{_ZERO}.{name}", NOT_NEEDED, "only for DeepSpeed's own engine") for name in _INTERNAL),
-    *_gathered("gather_16bit_weights_on_model_save"),
-    *_gathered("stage3_gather_16bit_weights_on_model_save"),
-    *_gathered("stage3_gather_fp16_weights_on_model_save"),
-    *_unless_off("zero_quantized_weights", "weights are gathered in the compute dtype"),
-    *_unless_off("zero_quantized_nontrainable_weights", "frozen weights are not quantised"),
-    *_unless_off("zero_quantized_gradients", "gradients are reduced in `reduce_dtype`"),
-    *_unless_off("zeropp_loco_param", "gradients are reduced without compression"),
-    *_unless_off("zenflow", "the optimizer runs on the GPU, in step with training"),
-    *_switch("bf16", "bf16"),
-    *_switch("bfloat16", "bf16"),
-    *_switch("fp16", "fp16"),
+    *(
+        Row(f"{_ZERO}.{name}", CONVERTED, reason, (value,), {"state_dict_type": kind})
+        for name in (
+            "gather_16bit_weights_on_model_save",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+        )
+        for value, kind, reason in (
+            (True, "full", "one file with whole weights"),
+            (False, "sharded", "a folder of shards"),
+        )
+    ),
+    *(
+        row
+        for name, reason in (
+            ("zero_quantized_weights", "weights are gathered in the compute dtype"),
+            ("zero_quantized_nontrainable_weights", "frozen weights are not quantised"),
+            ("zero_quantized_gradients", "gradients are reduced in `reduce_dtype`"),
+            ("zeropp_loco_param", "gradients are reduced without compression"),
+            ("zenflow", "the optimizer runs on the GPU, in step with training"),
+        )
+        for row in (
+            Row(f"{_ZERO}.{name}", NOT_NEEDED, "off is what FSDP2 does", (False, None)),
+            Row(f"{_ZERO}.{name}", UNSUPPORTED, reason, options=("=null",)),
+        )
+    ),
+    *(
+        row
+        for name, dtype in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
+        for row in (
+            Row(
+                f"{name}.enabled",
+                CONVERTED,
+                "parameters and reduction in this dtype, over master weights in fp32; under "
+                "autocast operations like softmax stay in fp32",
+                (True,),
+                {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": dtype}},
+                trainer={"precision": f"amp_{dtype}"},
+            ),
+            Row(f"{name}.enabled", NOT_NEEDED, "off", (False, None)),
+            Row(
+                f"{name}.enabled",
+                DECISION,
+                "the trainer that reads the file fills it in",
+                ("auto",),
+                options=("=true", "=false"),
+            ),
+        )
+    ),
     *(
         Row(f"{block}.{name}", NOT_NEEDED, "only for DeepSpeed's own engine")
         for block in ("bf16", "bfloat16")

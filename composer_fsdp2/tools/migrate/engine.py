@@ -396,8 +396,8 @@ def _check_half_migrated(data: Mapping[str, Any], file: str, path: Path = ()) ->
         others = ["parallelism_config.fsdp"] if block.get("fsdp") is not None else []
         others += [key for key in SHARDING_KEYS if data.get(key)]
         if others:
-            names = ("parallelism_config.fsdp2", others[0])
-            ours, theirs = (".".join([*path, name]) for name in names)
+            ours = ".".join([*path, "parallelism_config.fsdp2"])
+            theirs = ".".join([*path, others[0]])
             raise ConfigError(
                 f"'{file}' has both '{theirs}' and '{ours}': it is half migrated. A run follows "
                 "one of them and would ignore or refuse the other. Move what you need to "

@@ -8,10 +8,12 @@ looked for: they raise `ShardReadError` in the run.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass
 
 from composer_fsdp2.tools.migrate.python_code.table import (
@@ -135,8 +137,8 @@ class _Names:
     """Holds the origins of a file's names; see [Note: one file, one scope]."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.imported: dict[str, list[str]] = {}
-        self.aliases: dict[str, list[str]] = {}
+        self.imported = defaultdict[str, list[str]](list)
+        self.aliases = defaultdict[str, list[str]](list)
         self.bound: set[str] = set()
         """names that something else than an import or alias is bound to"""
         self.wildcards: list[str] = []
@@ -146,7 +148,7 @@ class _Names:
         """expressions that a Trainer takes its configuration from"""
         self.checks: set[ast.AST] = set()
         """parts of the classes of `isinstance`"""
-        self._meanings: dict[str, dict[str, bool]] = {}
+        self._cached_names = functools.cache(self._full_names)
         nodes = list(ast.walk(tree))
         self._read_bindings(nodes)
         for node in nodes:
@@ -173,10 +175,7 @@ class _Names:
 
     def meanings(self, node: ast.AST) -> dict[str, bool]:
         """Returns the full names that an expression may stand for, and whether that is certain."""
-        text = _dotted(node)
-        if text not in self._meanings:
-            self._meanings[text] = self._full_names(text, ())
-        return self._meanings[text]
+        return self._cached_names(_dotted(node), ())
 
     def _full_names(self, name: str, seen: tuple[str, ...]) -> dict[str, bool]:
         """Follows a name through assignments to imports; `seen` are names that were followed."""
@@ -198,16 +197,16 @@ class _Names:
                 case ast.Import():
                     for alias in node.names:
                         first = alias.name.partition(".")[0]
-                        full = alias.name if alias.asname else first
-                        self.imported.setdefault(alias.asname or first, []).append(full)
+                        self.imported[alias.asname or first].append(
+                            alias.name if alias.asname else first
+                        )
                 case ast.ImportFrom():
                     module = "." * node.level + (node.module or "")
                     self.wildcards += [module for alias in node.names if alias.name == "*"]
                     for alias in node.names:
-                        full = f"{module}.{alias.name}"
-                        self.imported.setdefault(alias.asname or alias.name, []).append(full)
+                        self.imported[alias.asname or alias.name].append(f"{module}.{alias.name}")
                 case ast.Assign(targets=[ast.Name() as target], value=ast.Name() | ast.Attribute()):
-                    self.aliases.setdefault(target.id, []).append(_dotted(node.value))
+                    self.aliases[target.id].append(_dotted(node.value))
                     passed_over.add(target)
                 case ast.Assign(targets=[ast.Name() as target], value=ast.Constant(value=None)):
                     passed_over.add(target)  # `FSDP = None` where an import failed
@@ -248,8 +247,10 @@ class _Finder(ast.NodeVisitor):
         column = len(code.encode()[:utf8].decode(errors="ignore")) + 1
         can_replace = certain and row.kind is Kind.REPLACE and self.format is None
         replacement = self._new_line(row, node) if can_replace else None
-        use = Use(row, line, column, certain, code.strip(), replacement)
-        self.uses.setdefault((line, column, row.title), use)
+        self.uses.setdefault(
+            (line, column, row.title),
+            Use(row, line, column, certain, code.strip(), replacement),
+        )
         return True
 
     def _new_line(self, row: CodeRow, node: ast.AST) -> str | None:
