@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,7 +117,9 @@ def migrate(
         raise typer.Exit(ExitCode.FAILED if report.having(*refused) else ExitCode.OK)
 
 
-def _migrate_code(code: Path, others: dict[str, object], *, check: bool, as_json: bool) -> ExitCode:
+def _migrate_code(
+    code: Path, others: Mapping[str, object], *, check: bool, as_json: bool
+) -> ExitCode:
     """Prints the uses of FSDP1 in Python code; `others` are options that are not about code."""
     from composer_fsdp2.tools.migrate.python_code.files import (
         code_as_dict,
@@ -130,8 +133,7 @@ def _migrate_code(code: Path, others: dict[str, object], *, check: bool, as_json
             "and would have no effect. Take it out, or run the command once for each."
         )
     files = migrate_code(code)
-    as_dict = json.dumps(code_as_dict(files), indent=2) if as_json else None
-    typer.echo(as_dict or describe_code(files))
+    typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))
     needs_work = check and any(file.needs_work for file in files)
     return ExitCode.FAILED if needs_work else ExitCode.OK
 

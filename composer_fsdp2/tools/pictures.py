@@ -221,6 +221,9 @@ def _draw_step(figure: Any, step: Forecast) -> None:
     from composer_fsdp2.estimate.report import NAMES
     from composer_fsdp2.text import size_text
 
+    def written(size: float, _: int) -> str:
+        return size_text(size)
+
     axes = figure.subplots()
     events = [window.label[0] for window in step.windows]
     drawn = [kind for kind in NAMES if any(window.kinds.get(kind) for window in step.windows)]
@@ -234,13 +237,16 @@ def _draw_step(figure: Any, step: Forecast) -> None:
     phases = [n for n, event in enumerate(events) if event in ("forward", "backward", "step")]
     starts = [n for last, n in pairwise([0, *phases]) if events[last] != events[n]]
     axes.set_xticks(starts, [events[n] for n in starts], rotation=40, ha="right", size=9)
-    axes.yaxis.set_major_formatter(lambda size, _: size_text(size))
-    about = f"Memory of a rank over one step: {size_text(step.peak_bytes)} at most, {step.moment}"
-    figure.suptitle(about, x=0.01, ha="left")
+    axes.yaxis.set_major_formatter(written)
+    figure.suptitle(
+        f"Memory of a rank over one step: {size_text(step.peak_bytes)} at most, {step.moment}",
+        x=0.01,
+        ha="left",
+    )
     figure.legend(loc="outside lower left", ncols=3)
 
 
-def plan_rows(plan: WrapPlan, frozen: Mapping[str, int], most: int = MOST_ROWS) -> list[Row]:
+def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[Row]:
     """Returns the rows from the root down.
 
     Units are one row where their names differ in numbers only and their sizes and settings are
@@ -250,7 +256,6 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int], most: int = MOST_ROWS) 
     Args:
         plan: of a model.
         frozen: elements that are not trained, by the name of the unit (its first module).
-        most: number of rows.
     """
     order = {unit.modules[0]: place for place, unit in enumerate(plan.units)}
     blocks, owners = {*plan.blocks()}, plan.owner_of()
@@ -278,7 +283,7 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int], most: int = MOST_ROWS) 
             size = (unit.numel, frozen.get(name, 0)) if exact else ()
             key = (_NUMBER.sub("*", name), settings, size, ties.get(name))
             groups.setdefault(key, []).append(unit)
-        if len(groups) <= most:
+        if len(groups) <= MOST_ROWS:
             break
 
     def row(units: Sequence[ShardUnit]) -> Row:
@@ -289,9 +294,9 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int], most: int = MOST_ROWS) 
         return Row(label, len(around(units[0])) - 1, kind(units[0]), tuple(units), still, tied)
 
     rows = [row(units) for units in groups.values()]
-    if len(rows) <= most:
+    if len(rows) <= MOST_ROWS:
         return rows
-    largest = sorted(rows, key=lambda one: -one.total)[: most - 1]
+    largest = sorted(rows, key=lambda one: -one.total)[: MOST_ROWS - 1]
     small = [one for one in rows if one not in largest]
     units = tuple(unit for one in small for unit in one.units)
     still, tied = sum(one.frozen for one in small), tuple(n for one in small for n in one.ties)
@@ -361,8 +366,7 @@ def comparison_picture(
     from matplotlib.figure import Figure
 
     with own_style():
-        size = (2.5 + 4.5 * len(quantities), 5.5)
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(2.5 + 4.5 * len(quantities), 5.5), layout="constrained")
         figure.suptitle(title)
         axes = figure.subplots(2, len(quantities), sharex=True, height_ratios=(2, 1), squeeze=False)
         numbers = [step.number for step in comparison.old]
@@ -381,12 +385,14 @@ def comparison_picture(
                 below.axhline(tolerance, color=COLORS["red"], ls="--", label="tolerance")
                 below.legend()
             visible = [value for value in (*shown, tolerance) if value > 0] or [1.0]
-            below.set_yscale("log")
-            below.yaxis.set_major_formatter("{x:.0e}")
-            below.set_ylim(min(visible) / 10, max(visible) * 10)
-            below.set_ylabel("relative\ndifference")
             equal = sum(share == 0 for share in shares)
-            below.set_xlabel(f"step ({equal} of {len(shares)} are equal and have no dot)")
+            below.set(
+                yscale="log",
+                ylim=(min(visible) / 10, max(visible) * 10),
+                ylabel="relative\ndifference",
+                xlabel=f"step ({equal} of {len(shares)} are equal and have no dot)",
+            )
+            below.yaxis.set_major_formatter("{x:.0e}")
     return figure
 
 

@@ -227,29 +227,6 @@ FSDP_ROWS = (
     Row("xla_fsdp_grad_ckpt", NOT_NEEDED, "only for XLA"),
 )
 
-_LAUNCHING = (
-    "debug",
-    "distributed_type",
-    "compute_environment",
-    "downcast_bf16",
-    "enable_cpu_affinity",
-    "gpu_ids",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "main_training_function",
-    "rdzv_backend",
-    "same_network",
-    "tpu_env",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
-    "use_cpu",
-)
-_FP8 = (
-    *("amax_compute_algo", "amax_compute_algorithm", "amax_history_len", "amax_history_length"),
-    *("format", "interval", "margin", "opt_level", "override_linear_precision"),
-    *("pad_inner_dim", "use_autocast_during_eval", "use_during_eval"),
-)
 TOP_ROWS = (
     *(
         Row(
@@ -257,7 +234,12 @@ TOP_ROWS = (
             NOT_NEEDED,
             "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks start",
         )
-        for key in _LAUNCHING
+        for key in (
+            *("debug", "distributed_type", "compute_environment", "downcast_bf16"),
+            *("enable_cpu_affinity", "gpu_ids", "machine_rank", "main_process_ip"),
+            *("main_process_port", "main_training_function", "rdzv_backend", "same_network"),
+            *("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"),
+        )
     ),
     *(
         Row(
@@ -296,7 +278,12 @@ TOP_ROWS = (
             *gather_rows(f"fp8_config.{start}enable_fsdp_float8_all_gather"),
             *(
                 Row(f"fp8_config.{start}{name}", NOT_NEEDED, "torchao pads and scales by itself")
-                for name in _FP8
+                for name in (
+                    *("amax_compute_algo", "amax_compute_algorithm", "amax_history_len"),
+                    *("amax_history_length", "format", "interval", "margin", "opt_level"),
+                    *("override_linear_precision", "pad_inner_dim"),
+                    *("use_autocast_during_eval", "use_during_eval"),
+                )
             ),
         )
     ),

@@ -190,8 +190,6 @@ def _size_rows(key: str, setting: str, without: str) -> tuple[Row, ...]:
 
 _COPIES = _size_rows("dp_replicate_size", REPLICATE, "one copy is the default")
 _DISTRIBUTED = "distributed_config"
-_EP, _TP, _FSDP = (f"{_DISTRIBUTED}.{key}" for key in ("ep_size", "tp_size", "size"))
-_EP_SWITCH = f"{_DISTRIBUTED}.enable_expert_parallel"
 _LOADING = (
     *degree_rows("tp_size", (1, None)),
     *_size_rows("size", SHARD, "what the other sizes leave, as here"),
@@ -308,8 +306,8 @@ def _finish(context: Context) -> None:
 
 def _finish_experts(entries: Mapping[str, Entry]) -> None:
     """Converts `tp_size` to experts where `enable_expert_parallel` is true."""
-    switch, shards = entries.get(_EP_SWITCH), entries.get(_FSDP)
-    experts, tensor = entries.get(_EP), entries.get(_TP)
+    keys = ("enable_expert_parallel", "ep_size", "tp_size", "size")
+    switch, experts, tensor, shards = (entries.get(f"{_DISTRIBUTED}.{key}") for key in keys)
     named = next((entry for entry in (experts, tensor) if entry and entry.value is not None), None)
     if switch is None or not switch.is_open or switch.value not in ON or named is None:
         return

@@ -27,6 +27,7 @@ from composer_fsdp2.tools.migrate.report import (
     Path,
     Row,
     Site,
+    value_at,
 )
 from composer_fsdp2.tools.migrate.shared_rows import REPLICATE, SHARD, composer_rows
 
@@ -314,24 +315,10 @@ def _version2_site(data: Mapping[str, Any], path: Path) -> Site | None:
     site = _fsdp1_site(data, path)
     if site is None:
         return None
-    around = data if site.parent == path else data["parallelism_config"]
-    block, own = around[next(iter(site.keys))], {"reshard_after_forward", "device_mesh"}
+    block = value_at(data, (*site.parent[len(path) :], next(iter(site.keys))))
+    own = {"reshard_after_forward", "device_mesh"}
     return site if isinstance(block, Mapping) and own & block.keys() else None
 
-
-_IGNORED_KEYS = sorted(
-    {row.key for row in _ROWS}
-    - {
-        "activation_checkpointing",
-        "activation_cpu_offload",
-        "load_monolith_rank0_only",
-        "mixed_precision",
-        "state_dict_type",
-        "sync_module_states",
-        "verbose",
-        "version",
-    }
-)
 
 _VERSION2_ROWS = (
     Row(
@@ -355,7 +342,13 @@ _VERSION2_ROWS = (
     Row("sync_module_states", NOT_NEEDED, "every rank starts from rank 0's weights"),
     *(
         Row(key, NOT_NEEDED, "Composer ignored it under FSDP_VERSION=2, with a warning")
-        for key in _IGNORED_KEYS
+        for key in sorted(
+            {row.key for row in _ROWS}
+            - {
+                *("activation_checkpointing", "activation_cpu_offload", "load_monolith_rank0_only"),
+                *("mixed_precision", "state_dict_type", "sync_module_states", "verbose", "version"),
+            }
+        )
     ),
     *composer_rows(_TP),
 )
@@ -389,13 +382,6 @@ def _is_count(value: Any) -> bool:
 
 
 _OWN = [name for name in known_settings() if name not in _SHARED]
-# FSDP1's rows are for keys that FSDP2 has not.
-_MIXED_ROWS = (
-    *(Row(key, KEPT, "means the same", _is_count, {key: SAME}) for key in _SHARED),
-    *_same(*_OWN),
-    *(row for row in FSDP1.rows if row.key not in _OWN and row.key != "version"),
-    Row("version", NOT_NEEDED, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2")),
-)
 
 
 def _is_mixed(block: Any) -> bool:
@@ -423,7 +409,13 @@ MIXED = Dialect(
     "fsdp2-mixed",
     "FSDP2 with keys of FSDP1",
     _mixed_site,
-    _MIXED_ROWS,
+    (
+        *(Row(key, KEPT, "means the same", _is_count, {key: SAME}) for key in _SHARED),
+        *_same(*_OWN),
+        # FSDP1's rows are for keys that FSDP2 has not.
+        *(row for row in FSDP1.rows if row.key not in _OWN and row.key != "version"),
+        Row("version", NOT_NEEDED, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2")),
+    ),
     FSDP1.outside,
     finish=_finish_without_defaults,
 )

@@ -457,7 +457,15 @@ def finish_deepspeed(context: Context, prefix: str, filled: Mapping[str, Any]) -
     if stage and group and group.becomes:
         # ZeRO++ reshards to its group whatever the stage says.
         stage.becomes.pop("reshard_after_forward", None)
-    _choose_autocast(entries.get("torch_autocast.enabled"), entries.get("torch_autocast.dtype"))
+    # `torch_autocast` says in two keys what it does.
+    autocast, dtype = (entries.get(f"torch_autocast.{name}") for name in ("enabled", "dtype"))
+    if autocast and autocast.becomes and (dtype is None or dtype.is_open):
+        reason = "its dtype is not known"
+        autocast.decide(reason, "write torch_autocast.dtype", f"{autocast.key}=false")
+    elif autocast and autocast.becomes and dtype:
+        name = _AUTOCAST_DTYPES[str(dtype.value).lower()]
+        autocast.becomes = {"mixed_precision": {"param_dtype": name, "reduce_dtype": name}}
+        autocast.beside = {"precision": f"amp_{name}"}
     join_offloads(entries.values())
     reduced = [entries.get(key) for key in ("communication_data_type", "fp32_allreduce")]
     for switch in (entries[name] for name in _SWITCHES if name in entries):
@@ -466,18 +474,6 @@ def finish_deepspeed(context: Context, prefix: str, filled: Mapping[str, Any]) -
     scale, switch = entries.get("fp16.loss_scale"), entries.get("fp16.enabled")
     if scale and scale.is_open and (switch is None or switch.value in (False, None)):
         scale.become(NOT_NEEDED, "fp16 is off")
-
-
-def _choose_autocast(switch: Entry | None, dtype: Entry | None) -> None:
-    """Resolves `torch_autocast`, which says in two keys what it does."""
-    if switch is None or not switch.becomes:
-        return
-    if dtype is None or dtype.is_open:
-        switch.decide("its dtype is not known", "write torch_autocast.dtype", f"{switch.key}=false")
-        return
-    name = _AUTOCAST_DTYPES[str(dtype.value).lower()]
-    switch.becomes = {"mixed_precision": {"param_dtype": name, "reduce_dtype": name}}
-    switch.beside = {"precision": f"amp_{name}"}
 
 
 def join_offloads(entries: Collection[Entry]) -> None:

@@ -211,10 +211,8 @@ class Document:
                 starting.setdefault(line if start <= line < end else start, []).append(entry)
             for number in range(start, end):
                 body += self._line(number, inner, starting.get(number, []))
-        for entry in entries:
-            is_here = entry.path[: len(site.parent)] == site.parent
-            if entry.value is None and entry.status is ADDED and is_here:
-                body += self._written(entry, inner)
+        added = [entry for entry in entries if entry.status is ADDED]
+        body += [line for entry in added for line in self._written(entry, inner)]
         if all(map(_is_remark, body)):
             block[-1] += " {}"
         beside = {key: value for entry in entries for key, value in entry.beside.items()}

@@ -215,8 +215,11 @@ def _composers_degree(value: Any) -> Any:
 
 def _is_composers(value: Any) -> bool:
     """A mapping with a degree, and perhaps a `layer_plan`."""
-    known = {"strategy", "degree", "tensor_parallel_degree", "layer_plan"}
-    return isinstance(value, Mapping) and known >= {*value} and is_size(_composers_degree(value))
+    return (
+        isinstance(value, Mapping)
+        and value.keys() <= {"strategy", "degree", "tensor_parallel_degree", "layer_plan"}
+        and is_size(_composers_degree(value))
+    )
 
 
 def _is_strategy(value: Any) -> bool:

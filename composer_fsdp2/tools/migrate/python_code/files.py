@@ -80,8 +80,10 @@ def migrate_code(path: Path) -> list[CodeFile]:
 def _examine(path: Path) -> CodeFile:
     try:
         if path.suffix == _NOTEBOOK:
-            instead = f"write it as Python first: jupyter nbconvert --to script {path}"
-            problem = f"notebooks are not looked through, and this one speaks of FSDP; {instead}"
+            problem = (
+                "notebooks are not looked through, and this one speaks of FSDP; write it as Python "
+                f"first: jupyter nbconvert --to script {path}"
+            )
             return CodeFile(path, problem=problem if b"fsdp" in path.read_bytes().lower() else None)
         return CodeFile(path, find_uses(Source.read(path.read_bytes())))
     except OSError as error:
