@@ -375,7 +375,7 @@ def _site(data: Mapping[str, Any], _: Path) -> Site | None:
 
 
 def _finish(context: Context) -> None:
-    finish_fsdp(context, "config.version")
+    finish_fsdp(context)
     ignore_degrees(context)
     add_precision(context, ("mixed_precision", "config.mixed_precision_policy"), "Accelerate")
 
@@ -388,14 +388,14 @@ def ignore_degrees(context: Context) -> None:
             entry.become(NOT_NEEDED, "use_parallelism_config is false: it is not read")
 
 
-def finish_fsdp(context: Context, *version_keys: str) -> bool:
+def finish_fsdp(context: Context) -> bool:
     """Resolves copies per node and settings of two keys; writes out Accelerate's defaults.
 
     Returns:
         Whether it is version 2.
     """
     entries = context.entries
-    version2 = any(str(context.value(key)) == "2" for key in version_keys)
+    version2 = any(str(context.value(key)) == "2" for key in ("config.version", "fsdp_version"))
     if version2:
         _ignore_version1(context)
     given = any(key.startswith(f"degrees.{_SIZE}") for key in entries)
@@ -417,8 +417,10 @@ def finish_fsdp(context: Context, *version_keys: str) -> bool:
         # Version 2 casts the output too.
         dtypes["output_dtype"] = dtypes["param_dtype"]
     if "config.state_dict_type" not in entries:
-        kind = "sharded" if version2 else "full"
-        context.add("the default of Accelerate, written out", state_dict_type=kind)
+        context.add(
+            "the default of Accelerate, written out",
+            state_dict_type="sharded" if version2 else "full",
+        )
     return version2
 
 

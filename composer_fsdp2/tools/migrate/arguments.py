@@ -275,7 +275,7 @@ def _site(data: Mapping[str, Any], path: Path) -> Site | None:
 def _finish(context: Context) -> None:
     entries = context.entries
     _finish_experts(entries)
-    version2 = finish_fsdp(context, "config.version", "fsdp_version")
+    version2 = finish_fsdp(context)
     shards, copies = entries.get("dp_shard_size"), entries.get("dp_replicate_size")
     if shards and SHARD in shards.becomes and not (copies and copies.becomes):
         # axolotl makes copies of ranks beyond the shards where no size says how many.
@@ -294,14 +294,8 @@ def _finish(context: Context) -> None:
                 f"{switch.key}=true",
                 f"write {words.key} without the word offload",
             )
-    keys = (
-        "bf16",
-        "fp16",
-        "fp8",
-        "config.mixed_precision_policy",
-        f"{_DISTRIBUTED}.mixed_precision",
-    )
-    add_precision(context, keys, "the Trainer of transformers")
+    blocks = ("config.mixed_precision_policy", f"{_DISTRIBUTED}.mixed_precision")
+    add_precision(context, ("bf16", "fp16", "fp8", *blocks), "the Trainer of transformers")
 
 
 def _finish_experts(entries: Mapping[str, Entry]) -> None:

@@ -275,9 +275,13 @@ def _converted(context: Context) -> dict[str, Any]:
             "--gpus-per-node N",
             "sharding_strategy=FULL_SHARD",
         )
-    names = ("sharding_strategy", "state_dict_type", SHARD, REPLICATE)
-    entries = [(name, context.entries.get(name)) for name in names]
-    config = {n: e.value for n, e in entries if e and not e.is_open and e.status is not NOT_NEEDED}
+    config = {
+        name: entry.value
+        for name, entry in context.entries.items()
+        if name in ("sharding_strategy", "state_dict_type", SHARD, REPLICATE)
+        and not entry.is_open
+        and entry.status is not NOT_NEEDED
+    }
     try:
         return convert_fsdp1(
             config,

@@ -103,12 +103,12 @@ class Document:
         Raises:
             ConfigError: a site cannot be replaced line by line.
         """
-        parents = [self._node(site.parent) for site, _ in results]
-        for parent, (site, _) in zip(parents, results, strict=True):
-            if parent is not None and parent.flow_style and site.parent:
+        for site, _ in results:
+            if site.parent and getattr(self._node(site.parent), "flow_style", False):
                 return self._replace_braces(site.parent).replace(results)
         edits: list[tuple[int, int, list[str]]] = []
-        for parent, (site, entries) in zip(parents, results, strict=True):
+        for site, entries in results:
+            parent = self._node(site.parent)
             spans = [
                 (key, *self._span(key, value))
                 for key, value in ([] if parent is None else parent.value)
@@ -165,16 +165,16 @@ class Document:
         )
         key, value = self.pairs[place]
         start, end = key.start_mark, value.end_mark
-        raw = self.text[value.start_mark.index : end.index]
-        if re.search(r"[&*#]", raw):
+        if re.search(r"[&*#]", self.text[value.start_mark.index : end.index]):
             raise ConfigError(
                 f"'{'.'.join(place)}' is written in braces and holds an anchor, an alias or a "
                 "comment. Rewriting it would lose them. Write it as a block, one key per line."
             )
         written = dump(value_at(self.data, place)).splitlines()
         block = [" " * (start.column + 2) + line for line in written]
-        rest = self.lines[end.line][end.column :]
-        head = self.lines[start.line][: start.column] + f"{place[-1]}:{rest}"
+        # What is around the mapping in its first and its last line stays.
+        before, after = self.lines[start.line][: start.column], self.lines[end.line][end.column :]
+        head = f"{before}{place[-1]}:{after}"
         lines = [*self.whole[: start.line], *self._ended([head, *block])]
         return Document("".join([*lines, *self.whole[end.line + 1 :]]), self.name)
 
