@@ -134,8 +134,7 @@ def _migrate_code(
         )
     files = migrate_code(code)
     typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))
-    needs_work = check and any(file.needs_work for file in files)
-    return ExitCode.FAILED if needs_work else ExitCode.OK
+    return ExitCode.FAILED if check and any(f.needs_work for f in files) else ExitCode.OK
 
 
 def _migrate_config(
@@ -187,21 +186,20 @@ def _migrate_config(
 def _show(report: Report, *, prints: bool, as_json: bool) -> None:
     """Shows the report, beside the new file itself where that is printed."""
     if as_json:
-        keys = [
-            {
-                "key": entry.key,
-                "value": entry.value,
-                "status": entry.status.value,
-                "reason": entry.reason,
-                "becomes": entry.settings,
-                "trainer": entry.beside,
-                "options": list(entry.options),
-            }
-            for entry in report.entries
-        ]
         document = {
             "dialect": report.dialect,
-            "keys": keys,
+            "keys": [
+                {
+                    "key": entry.key,
+                    "value": entry.value,
+                    "status": entry.status.value,
+                    "reason": entry.reason,
+                    "becomes": entry.settings,
+                    "trainer": entry.beside,
+                    "options": list(entry.options),
+                }
+                for entry in report.entries
+            ],
             "remarks": list(report.remarks),
             "output": report.text,
         }

@@ -198,8 +198,9 @@ def _draw_units(figure: Any, plan: WrapPlan, rows: Sequence[Row], notes: str, ti
     axes.set_xticks([])
     sizes = [unit.numel for unit in plan.units if unit.params]
     units = f"{len(sizes)} unit{'s' * (len(sizes) != 1)}, {elements_text(sum(sizes))}"
-    about = f"{_shortened(title, 60)}\n{units} parameters. A bar is one unit."
-    figure.suptitle(about, x=0.01, ha="left")
+    figure.suptitle(
+        f"{_shortened(title, 60)}\n{units} parameters. A bar is one unit.", x=0.01, ha="left"
+    )
     kinds = {row.kind for row in rows}
     keys = [Patch(color=c, label=name) for kind, (name, c) in _KINDS.items() if kind in kinds]
     if any(row.frozen for row in rows):
