@@ -118,8 +118,11 @@ def take_trained_weights(values: dict[str, Any]) -> None:
             "The checkpoint holds no averages of EMA in the place of its weights. There are no "
             "other weights to take. Leave --weights trained out."
         )
-    parts = found[0]["ema_model"].values()
-    trained = {_plain(name): tensor for part in parts for name, tensor in part.items()}
+    trained = {
+        _plain(name): tensor
+        for part in found[0]["ema_model"].values()
+        for name, tensor in part.items()
+    }
     model: dict[str, Any] = state["model"]
     names = {_plain(name): name for name in model}
     missing = sorted(set(trained) - set(names))

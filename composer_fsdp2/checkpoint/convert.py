@@ -109,8 +109,8 @@ def write_sharded(
                 places[index] = storage_info(name, start, file.tell() - start)
             advance(source.tensors[key].size_bytes if key in source.tensors else 0, total)
         files.close()
-        metadata = Metadata(entries, dict(source.paths), places, StorageMeta())
-        (folder / METADATA).write_bytes(pickle.dumps(metadata))
+        with (folder / METADATA).open("wb") as opened:
+            pickle.dump(Metadata(entries, dict(source.paths), places, StorageMeta()), opened)
         write_checksums(folder)
 
 

@@ -120,8 +120,7 @@ def _small_values(source: Checkpoint, problems: list[str]) -> dict[Way, Any]:
 def _describe_state(source: Checkpoint, found: dict[str, Any]) -> None:
     values = _small_values(source, found["problems"])
     for name, way in _SCALARS.items():
-        value = values.get(way)
-        if value is not None:
+        if (value := values.get(way)) is not None:
             found[name] = value if isinstance(value, int) else str(value)
     if found["world_size"] is None:
         found["world_size"] = len({way[0] for way in source.under("rng").values()}) or None
@@ -178,9 +177,9 @@ def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:
         if len(group) > 1 and not trained.issuperset(group):
             ties += _grouped((key, _content(source, key)) for key in group)
     # Those of a file are mapped: they cost nothing until they are read.
-    whole = isinstance(source, FileCheckpoint)
-    tensors = {key: source.tensor(key) for key in model} if whole else {}
-    if tensors:  # `_content` has seen a sample
+    tensors: dict[str, torch.Tensor] = {}
+    if isinstance(source, FileCheckpoint):  # `_content` has seen a sample
+        tensors = {key: source.tensor(key) for key in model}
         ties = [
             (first, *(key for key in others if torch.equal(tensors[first], tensors[key])))
             for first, *others in ties

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import glob
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.text import listed
 
 __all__ = [
-    "Fit",
     "MuonFromAdamW",
     "check_fit",
     "check_groups",
@@ -56,21 +54,13 @@ _OPTIONAL = (
 """Keys a checkpoint may lack. Never a tensor of the model or of the optimizer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """How a checkpoint fits a run."""
-
-    left_out: list[str]
-    """keys that keep the value of the run, because nothing is lost by that"""
-
-
 def check_fit(
     saved: Checkpoint,
     wanted: Mapping[str, Any],
     *,
     strict: bool = True,
     ignored: Sequence[str] = (),
-) -> Fit:
+) -> list[str]:
     """Compares the keys and shapes of a checkpoint with those of a run.
 
     Collective: no. No tensor is read.
@@ -78,12 +68,12 @@ def check_fit(
     Args:
         saved: the checkpoint.
         wanted: key -> value of the run, flattened, without the keys that are not to be loaded.
-        strict: whether the model's names must be the same. If not, differences of its names go to
-            `left_out`; differences of shape never do.
+        strict: whether the model's names must be the same. If not, differences of its names are
+            returned; differences of shape never are.
         ignored: globs over ways joined by `/`, of what the user does not want from the checkpoint.
 
     Returns:
-        The comparison; `left_out` is not to be asked for.
+        Keys that keep the value of the run, because nothing is lost by that.
 
     Raises:
         CheckpointError: it does not fit; lists at most 20 names of each kind.
@@ -93,11 +83,14 @@ def check_fit(
     unexpected: list[str] = []
     shapes: list[str] = []
     for key, value in wanted.items():
+        parts = key.split(".")
+        # Before torch 2.4, an object could contain the value.
+        holders = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
         if key in saved.tensors and isinstance(value, torch.Tensor):
             have, run = saved.tensors[key].shape, tuple(value.shape)
             if key.startswith((_MODEL, _OPTIMIZERS)) and have != run:
                 shapes.append(f"{key} (checkpoint {have}, run {run})")
-        elif key not in saved.tensors and not _holds(saved, key):
+        elif key not in saved.tensors and not any(holder in saved.objects for holder in holders):
             learned = isinstance(value, torch.Tensor) and not key.startswith("rng.")
             optional = (
                 (not learned and any(fnmatch.fnmatchcase(key, glob) for glob in _OPTIONAL))
@@ -105,10 +98,10 @@ def check_fit(
                 or (not strict and key.startswith(_MODEL))
             )
             (left_out if optional else missing).append(key)
-    parts = {key.split(".")[1] for key in wanted if key.startswith(("state.model", "state.opt"))}
+    present = {key.split(".")[1] for key in wanted if key.startswith(("state.model", "state.opt"))}
     for key in saved.tensors:
         learned = key.startswith(_MODEL) or (key.startswith(_OPTIMIZERS) and ".state." in key)
-        if not learned or key in wanted or key.split(".")[1] not in parts:
+        if not learned or key in wanted or key.split(".")[1] not in present:
             continue
         way = saved.paths[key]
         starts = ["/".join(map(str, way[:n])) for n in range(1, len(way) + 1)]
@@ -130,13 +123,7 @@ def check_fit(
             "the model and optimizer it was saved with, or name in `load_ignore_keys` what should "
             "not be loaded."
         )
-    return Fit(left_out)
-
-
-def _holds(saved: Checkpoint, key: str) -> bool:
-    """Returns whether it has the key, or an object that contains it, as before torch 2.4."""
-    parts = key.split(".")
-    return any(".".join(parts[:n]) in saved.objects for n in range(1, len(parts) + 1))
+    return left_out
 
 
 def _is_new_part(saved: Checkpoint, key: str) -> bool:
@@ -198,15 +185,14 @@ def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) ->
     total = sum(places[index].length for index in wanted)
     with counting_bytes(f"Loading {saved.path.name}", total) as advance:
         for index in order:
-            group = wanted[index]
             if index.fqn in saved.tensors:
                 piece = saved.piece(index)
-                for item in group:
+                for item in wanted[index]:
                     _copy_part(saved, item, piece, planner)
             else:
                 file = saved.checked(index)
                 saved.piece(index, file)
-                for item in group:
+                for item in wanted[index]:
                     # The bytes execute nothing, so the planner may load them its own way.
                     file.seek(0)
                     planner.load_bytes(item, file)
@@ -294,19 +280,21 @@ class MuonFromAdamW:
             if len(way) == 4 and way[1] == "state":
                 state = kept.setdefault(str(way[0]), {})
                 state.setdefault(str(way[2]), set()).add(str(way[3]))
-        of_adam = (
-            name
-            for name, state in sorted(kept.items())
-            if asked and all(state.get(param, set()) >= _ADAM for param in asked)
+        self.source = next(
+            (
+                name
+                for name, state in sorted(kept.items())
+                if asked and all(state.get(param, set()) >= _ADAM for param in asked)
+            ),
+            None,
         )
-        self.source = next(of_adam, None)
 
     @property
     def ignored(self) -> list[str]:
         """Returns globs of the state that stays in the checkpoint, as in `load_ignore_keys`."""
         start = f"state/optimizers/{self.source}/state"
-        left = [f"{start}/{glob.escape(name)}/{_SECOND}" for name in self._muon]
-        left += [f"{start}/{glob.escape(name)}/step" for name in self._muon]
+        starts = [f"{start}/{glob.escape(name)}" for name in self._muon]
+        left = [f"{start}/{key}" for start in starts for key in (_SECOND, "step")]
         return [*left, f"{start}/*/max_{_SECOND}"]
 
     @property

@@ -64,7 +64,14 @@ def read_metadata(folder: Path) -> Metadata:
             "can be found without it. Give the folder that torch.distributed.checkpoint wrote."
         )
     try:
-        _check_numbers(found)
+        for key, entry in found.state_dict_metadata.items():
+            key.encode()  # what cannot be written cannot be the name of anything
+            if isinstance(entry, TensorStorageMetadata):
+                parts = [part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)]
+                check_counts(key, itertools.chain(entry.size, *parts))
+        for index, info in found.storage_data.items():
+            info.relative_path.encode()
+            check_counts(index.fqn, (info.offset, info.length))
         check_places(found, folder)
         return _as_today(found)
     except (AttributeError, TypeError, ValueError, LookupError) as error:
@@ -74,6 +81,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _as_today(metadata: Metadata) -> Metadata:
+    """Moves an optimizer at the root to `state`."""
     ways = metadata.planner_data or {}
     legacy = {key for key, way in ways.items() if next(iter(way)) == _ROOT}
     if not legacy:
@@ -101,17 +109,6 @@ def senseless_metadata(folder: Path, error: Exception) -> CheckpointError:
         f"'{folder / METADATA}' is damaged: it does not describe a checkpoint ({error}). "
         "Nothing can be found without it. Take another checkpoint."
     )
-
-
-def _check_numbers(metadata: Metadata) -> None:
-    for key, entry in metadata.state_dict_metadata.items():
-        key.encode()  # what cannot be written cannot be the name of anything
-        if isinstance(entry, TensorStorageMetadata):
-            parts = [part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)]
-            check_counts(key, itertools.chain(entry.size, *parts))
-    for index, info in metadata.storage_data.items():
-        info.relative_path.encode()
-        check_counts(index.fqn, (info.offset, info.length))
 
 
 def check_counts(key: str, numbers: Iterable[Any]) -> None:

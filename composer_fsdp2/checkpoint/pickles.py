@@ -121,18 +121,16 @@ class _DataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns what a pickle looks up; CheckpointError if it is not data."""
-        if (module, name) in _PLAIN:
-            return super().find_class(module, name)
         # A dtype is pickled as its name in the module torch.
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        safe = [kind for kind in _safe_types() if isinstance(kind, type)]
+        known = {(kind.__module__, kind.__qualname__) for kind in safe} | _PLAIN
+        if is_dtype or (module, name) in known:
+            return super().find_class(module, name)
         # A tensor in a plain pickle holds what `torch.save` wrote of its storage, and torch's own
         # function loads that with `weights_only=False`.
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return self._load_storage
-        for kind in _safe_types():
-            if isinstance(kind, type) and (kind.__module__, kind.__qualname__) == (module, name):
-                return kind
         raise _refusal(str(self._path), f"{module}.{name}")
 
     def _load_storage(self, data: bytes) -> Any:
@@ -279,31 +277,25 @@ def _refused_or_damaged(file: Path | BinaryIO, where: str, error: BaseException)
     # torch does not know newer protocols, and stops before it comes to the name.
     if not name and ("Unsupported operand" in text or "protocol" in text):
         with contextlib.suppress(Exception):  # it is damaged as well
-            name = _name_in(_pickle_of(file))
+            name = _name_in(file)
     return _refusal(where, name) if name else damaged(where, error)
 
 
-def _pickle_of(file: Path | BinaryIO) -> bytes:
-    """Returns the pickle of an archive; older files are pickles themselves."""
-    with contextlib.ExitStack() as stack:
-        opened = stack.enter_context(file.open("rb")) if isinstance(file, Path) else file
-        if zipfile.is_zipfile(opened):
-            archive = zipfile.ZipFile(opened)
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            return archive.open(name).read(_LONGEST_PICKLE)
-        opened.seek(0)
-        return opened.read(_LONGEST_PICKLE)
-
-
-def _name_in(data: bytes) -> str:
-    """Returns the first name that a pickle looks up outside of packages of data, executing nothing.
+def _name_in(file: Path | BinaryIO) -> str:
+    """Returns the first name that a file looks up outside of packages of data, executing nothing.
 
     Raises:
         Exception: there is none.
     """
-    file, texts = io.BytesIO(data), list[str]()
+    with file.open("rb") if isinstance(file, Path) else contextlib.nullcontext(file) as opened:
+        member = opened
+        if zipfile.is_zipfile(opened):
+            archive = zipfile.ZipFile(opened)
+            member = archive.open(next(n for n in archive.namelist() if n.endswith("data.pkl")))
+        member.seek(0)
+        data, texts = io.BytesIO(member.read(_LONGEST_PICKLE)), list[str]()
     while True:  # older files have four pickles, one after the other
-        for operation, value, _ in pickletools.genops(file):
+        for operation, value, _ in pickletools.genops(data):
             if operation.name in ("GLOBAL", "INST"):
                 name = str(value).replace(" ", ".")
             elif operation.name == "STACK_GLOBAL":

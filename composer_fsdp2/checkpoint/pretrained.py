@@ -56,7 +56,7 @@ class StoredTensor:
     dtype: str
     """safetensors' name of it: `F32`, `BF16`"""
     key: str = ""
-    """in the file, where it has another one than in the folder"""
+    """in the file"""
     experts: tuple[tuple[StoredTensor, ...], ...] = ()
     """matrices of each expert, whose rows follow each other; see [Note: merged experts]"""
 
@@ -74,8 +74,23 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     if (folder / _SINGLE).is_file():
         return _read_header(folder / _SINGLE)
     index = folder / _INDEX
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"'{folder}' is no folder on this machine. The run would have no weights to start "
+            "from. Give the path of a local folder with safetensors files, present on every node."
+        )
     if not index.is_file():
-        raise CheckpointError(_no_safetensors(folder))
+        pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})
+        if pickles:
+            raise CheckpointError(
+                f"'{folder}' holds {_counted(pickles)} and no safetensors. Those files are "
+                "pickles: reading one executes code, and cannot read a slice. Convert them once, "
+                "with `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)`."
+            )
+        raise CheckpointError(
+            f"'{folder}' holds neither {_SINGLE} nor {_INDEX}. The run would have no weights to "
+            "start from. Give the folder that `save_pretrained` wrote."
+        )
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         for key, name in weight_map.items():
@@ -114,28 +129,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     with _opened(file) as opened:
         slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
         return {
-            key: StoredTensor(file, tuple(stored.get_shape()), str(stored.get_dtype()))
+            key: StoredTensor(file, tuple(stored.get_shape()), str(stored.get_dtype()), key)
             for key, stored in slices.items()
         }
-
-
-def _no_safetensors(folder: Path) -> str:
-    if not folder.is_dir():
-        return (
-            f"'{folder}' is no folder on this machine. The run would have no weights to start "
-            "from. Give the path of a local folder with safetensors files, present on every node."
-        )
-    pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})
-    if pickles:
-        return (
-            f"'{folder}' holds {_counted(pickles)} and no safetensors. Those files are pickles: "
-            "reading one executes code, and cannot read a slice. Convert them once, with "
-            "`AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)`."
-        )
-    return (
-        f"'{folder}' holds neither {_SINGLE} nor {_INDEX}. The run would have no weights to start "
-        "from. Give the folder that `save_pretrained` wrote."
-    )
 
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
@@ -163,7 +159,7 @@ def merge_experts(stored: Mapping[str, StoredTensor], tree: ModuleTree) -> dict[
     layers = defaultdict[str, dict[str, dict[int, str]]](lambda: defaultdict(dict))
     for key, tensor in stored.items():
         name = key.replace(".block_sparse_moe.", ".mlp.")
-        found[name] = replace(tensor, key=key)
+        found[name] = tensor
         if (match := _EXPERT.fullmatch(name)) is not None:
             layers[match[1]][match[3]][int(match[2])] = name
     for layer, matrices in layers.items():
@@ -176,7 +172,7 @@ def merge_experts(stored: Mapping[str, StoredTensor], tree: ModuleTree) -> dict[
             if len(shapes) != len(parts) or not equal or len({size[1:] for size in shapes}) > 1:
                 continue  # `find_keys` says what is wrong with the folder
             shape = (len(rows), sum(size[0] for size in shapes), *shapes[0][1:])
-            found[f"{layer}.{name}"] = replace(rows[0][0], key="", shape=shape, experts=rows)
+            found[f"{layer}.{name}"] = replace(rows[0][0], shape=shape, experts=rows)
             for key in itertools.chain.from_iterable(keys):
                 del found[str(key)]
     return found
@@ -328,12 +324,9 @@ class PretrainedWeights:
         Raises:
             CheckpointError: when the file went away or changed.
         """
-        key = self.keys[name]
-        self._read(target, self.tensors[key], key, offsets)
+        self._read(target, self.tensors[self.keys[name]], offsets)
 
-    def _read(
-        self, target: torch.Tensor, source: StoredTensor, key: str, offsets: Sequence[int]
-    ) -> None:
+    def _read(self, target: torch.Tensor, source: StoredTensor, offsets: Sequence[int]) -> None:
         if source.experts:
             own = source.experts[offsets[0] :][: len(target)]
             for expert, matrices in zip(target, own, strict=True):
@@ -343,27 +336,26 @@ class PretrainedWeights:
                     first, last = max(begin, offsets[1]), min(end, offsets[1] + len(expert))
                     if first < last:
                         part = expert[first - offsets[1] : last - offsets[1]]
-                        self._read(part, matrix, matrix.key, (first - begin, *offsets[2:]))
+                        self._read(part, matrix, (first - begin, *offsets[2:]))
                     begin = end
             return
-        file, key = source.file, source.key or key
+        file = source.file
         try:
             if file not in self._open:
                 self._open[file] = _opened(file)
-            stored = self._open[file].get_slice(key)
+            stored = self._open[file].get_slice(source.key)
             if target.ndim == 0:
                 target.copy_(stored[...])
-            if target.ndim == 0 or target.numel() == 0:
-                return
-            # A few rows at a time, cast or copied to a device on the way.
-            ends = [start + size for start, size in zip(offsets, target.shape, strict=True)]
-            inner = tuple(map(slice, offsets[1:], ends[1:]))
-            rows = max(1, _SLICE_BYTES * len(target) // (target.numel() * target.element_size()))
-            for first in range(0, len(target), rows):
-                part, start = target[first : first + rows], offsets[0] + first
-                part.copy_(stored[(slice(start, start + len(part)), *inner)])
+            elif target.numel() > 0:
+                # A few rows at a time, cast or copied to a device on the way.
+                ends = [start + size for start, size in zip(offsets, target.shape, strict=True)]
+                inner = tuple(map(slice, offsets[1:], ends[1:]))
+                rows = max(1, _SLICE_BYTES * len(target) // target.nbytes)
+                for first in range(0, len(target), rows):
+                    part, start = target[first : first + rows], offsets[0] + first
+                    part.copy_(stored[(slice(start, start + len(part)), *inner)])
         except (SafetensorError, OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"'{key}' could not be read from '{file}' ({error}). The model is only partly "
-                "filled. Start again once the file is there and nobody writes to it."
+                f"'{source.key}' could not be read from '{file}' ({error}). The model is only "
+                "partly filled. Start again once the file is there and nobody writes to it."
             ) from error

@@ -216,7 +216,6 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, *, incomplete: bool = False) -> None:
         self.path = path
-        self._trusted = trusts(path)
         checksums = _read_checksums(path)
         # Before it is unpickled: metadata that is not what was written may ask for much.
         expected = checksums.get("metadata_sha256")
@@ -317,7 +316,7 @@ class FolderCheckpoint(Checkpoint):
         if index.fqn in self.problems:
             raise self._incomplete()
         file = self.checked(index) if file is None else file
-        found = load_object(file, self.where(index), trusted=self._trusted)
+        found = load_object(file, self.where(index), trusted=trusts(self.path))
         if index.fqn in self.tensors:
             shape = tuple(self._sizes[index.fqn, index.offset])
             promised = f"a {self.tensors[index.fqn].dtype} of shape {shape}"
@@ -340,10 +339,9 @@ class FolderCheckpoint(Checkpoint):
             return self.piece(pieces[0])
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         for index in pieces:
-            target = whole
-            for dim, start in enumerate(index.offset or ()):
-                target = target.narrow(dim, start, sizes[key, index.offset][dim])
-            target.copy_(self.piece(index))
+            box = zip(index.offset or (), sizes[key, index.offset], strict=True)
+            place = tuple(slice(start, start + size) for start, size in box)
+            whole[place].copy_(self.piece(index))
         return whole
 
     def object(self, key: str) -> Any:
@@ -398,8 +396,7 @@ class FolderCheckpoint(Checkpoint):
                 yield key, f"'{key}' is in no file"
 
     def _incomplete(self) -> CheckpointError:
-        problems = list(self.problems.values())
-        shown = listed(problems, 20, "")
+        shown = listed(list(self.problems.values()), 20, "")
         return CheckpointError(
             f"The checkpoint '{self.path}' is incomplete: {shown}. Some weights are not "
             "there. Restore the files, or take another checkpoint."

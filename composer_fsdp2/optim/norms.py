@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from composer_fsdp2.parallel.held import held_by, is_elsewhere
 from composer_fsdp2.torch_private.tensors import (
@@ -43,7 +41,7 @@ __all__ = [
 ]
 
 
-Groups = tuple[ProcessGroup, ...]
+Groups = tuple[dist.ProcessGroup, ...]
 """over which a sum of a tensor's elements still has to be taken; none for a whole tensor"""
 
 
@@ -238,12 +236,12 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
             held.append((param, groups))
     pairs = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p, _ in held]
     squares = [_unit_squares(tensor) for pair in pairs for tensor in pair]
-    totals = _reduced(squares, [groups for _, groups in held for _ in range(2)])
-    norms = [total.sqrt() for total in totals]
+    of_squares = [groups for _, groups in held for _ in range(2)]
+    norms = [total.sqrt() for total in _reduced(squares, of_squares)]
     for (param, _), weight_norm, grad_norm in zip(held, norms[::2], norms[1::2], strict=True):
         if param.grad is not None:
-            limit = weight_norm.mul_(threshold).div_(grad_norm)
-            scale = limit.nan_to_num_(nan=1.0).clamp_(max=1.0)
+            scale = weight_norm.mul_(threshold).div_(grad_norm)
+            scale = scale.nan_to_num_(nan=1.0).clamp_(max=1.0)
             local_part(param.grad).mul_(scale.to(param.grad.dtype))
 
 
@@ -280,8 +278,7 @@ def whole_metrics(
             groups[name] = _groups(value, Placement.is_partial)
     squares = [local_part(metrics[name]).double().square() for name in groups]
     norms = [square.sqrt() for square in _reduced(squares, [*groups.values()])]
-    found = dict(zip(groups, norms, strict=True))
-    whole = {**metrics, **found}
+    whole = {**metrics, **dict(zip(groups, norms, strict=True))}
     whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in whole.items()}
     tensors = {n: v for n, v in whole.items() if isinstance(v, torch.Tensor)}
     single = [n for n, v in tensors.items() if v.is_floating_point() and v.numel() == 1]

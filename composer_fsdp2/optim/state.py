@@ -127,7 +127,11 @@ def write(form: Form, value: Tensor, place: Place, step: Tensor | int, key: str)
     seed = _seed(step, key, value.device)
     for rows in place.chunks(value.device):
         bits = source[rows].float().contiguous().view(_INT)
-        numbers = _numbers(place, rows.start, bits)
+        # The number of each element in the whole, modulo 2^32.
+        starts = torch.arange(len(bits), dtype=_INT, device=bits.device)
+        columns = torch.arange(place.row, dtype=_INT, device=bits.device)
+        columns.add_(_wrapped(place.first + rows.start * place.stride))
+        numbers = starts.mul_(_wrapped(place.stride))[:, None] + columns
         if form == "bf16":
             # A NaN of all ones would carry into the sign.
             size = (bits & 0x7FFFFFFF).clamp_(max=_NAN).add_(_chance(bits, numbers, seed, 16))
@@ -165,14 +169,6 @@ def _seed(step: Tensor | int, key: str, device: torch.device) -> Tensor | int:
         counted = step.detach().to(device=device, dtype=_INT)
         return counted.mul(_wrapped(0x85EBCA6B)).add_(_wrapped(salt))
     return _wrapped(int(step) * 0x85EBCA6B + salt)
-
-
-def _numbers(place: Place, start: int, rows: Tensor) -> Tensor:
-    """The number of each element of some rows in the whole, modulo 2^32."""
-    count, row = rows.shape
-    first = torch.arange(count, dtype=_INT, device=rows.device).mul_(_wrapped(place.stride))
-    columns = torch.arange(row, dtype=_INT, device=rows.device)
-    return first[:, None] + columns.add_(_wrapped(place.first + start * place.stride))
 
 
 def _chance(bits: Tensor, numbers: Tensor, seed: Tensor | int, count: int) -> Tensor:

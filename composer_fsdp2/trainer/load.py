@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages
-from composer_fsdp2.checkpoint.load import Fit, MuonFromAdamW, check_fit, check_groups, load_sharded
+from composer_fsdp2.checkpoint.load import MuonFromAdamW, check_fit, check_groups, load_sharded
 from composer_fsdp2.checkpoint.source import (
     Checkpoint,
     FileCheckpoint,
@@ -178,17 +178,17 @@ class _Load:
                 )
         return names
 
-    def check_names(self, wanted: StateDict) -> Fit:
-        """Settles whether names and shapes fit. Collective: no."""
+    def check_names(self, wanted: StateDict) -> list[str]:
+        """Settles whether names and shapes fit; returns what is left out. Collective: no."""
         flat, _ = flatten(wanted)
         globs = () if callable(self.ignore) else tuple(self.ignore or ())
         globs += tuple(self.carried.ignored) if self.carried else ()
         globs += tuple(f"state/optimizers/*/state/{name}" for name in _frozen_names(self.state))
-        fit = check_fit(self.saved, flat, strict=self.strict, ignored=globs)
-        self.strict = self.strict and not fit.left_out
-        self.notes = [*lossy_notes(self.saved, flat), *left_out_notes(self.saved, fit)]
+        left_out = check_fit(self.saved, flat, strict=self.strict, ignored=globs)
+        self.strict = self.strict and not left_out
+        self.notes = [*lossy_notes(self.saved, flat), *left_out_notes(self.saved, left_out)]
         self.notes += [self.carried.note] if self.carried else []
-        return fit
+        return left_out
 
     def check_groups(self, saved: Mapping[str, Sequence[Sequence[str]]]) -> None:
         """Compares parameter groups by name. Collective: no."""
@@ -283,11 +283,11 @@ class _ShardedLoad(_Load):
         names, own = run_on_all_ranks(lambda: self._settle(wanted))
         groups = {name: _read_groups(saved, reader, name) for name in names}
 
-        def compare() -> Fit:
+        def compare() -> list[str]:
             self.check_groups(groups)
             return self.check_names(wanted)
 
-        remove_keys(wanted, run_on_all_ranks(compare).left_out)
+        remove_keys(wanted, run_on_all_ranks(compare))
         config: Any = self.state.fsdp_config
         # On a GPU Composer asks torch for a state dict in CPU memory, which is a copy.
         if config is None or self.state.device.name == "cpu":

@@ -19,7 +19,6 @@ from composer.utils.file_helpers import extract_path_from_symlink, is_tar
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from composer_fsdp2.checkpoint.load import Fit
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import Checkpoint, flatten
 from composer_fsdp2.errors import CheckpointError
@@ -116,10 +115,10 @@ def lossy_notes(saved: Checkpoint, flat: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def left_out_notes(saved: Checkpoint, fit: Fit) -> Iterator[str]:
+def left_out_notes(saved: Checkpoint, left_out: Iterable[str]) -> Iterator[str]:
     """Yields a sentence about values that the run and the checkpoint do not both have."""
     described = ("state.metadata.", "state.integrations.")  # nobody reads them back
-    told = [key for key in fit.left_out if not key.startswith(described)]
+    told = [key for key in left_out if not key.startswith(described)]
     if told:
         yield (
             f"'{saved.path}' and the run do not both have {listed(told, 20, '')}. What the "

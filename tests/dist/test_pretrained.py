@@ -350,7 +350,7 @@ def test_a_file_that_goes_away_on_one_rank(tmp_path: Path):
     if dist.get_rank() == 1:
         file = weights.tensors["lm_head.weight"].file
         weights.tensors["lm_head.weight"] = StoredTensor(
-            file.with_name("gone.safetensors"), (VOCAB, 12), "F32"
+            file.with_name("gone.safetensors"), (VOCAB, 12), "F32", "lm_head.weight"
         )
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(CheckpointError, match=r"On rank 1: 'lm_head.weight' could not be"):

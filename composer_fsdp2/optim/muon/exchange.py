@@ -18,13 +18,12 @@ of a shard may be in another order and end in padding, whose position is -1.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,8 +110,7 @@ def positions_of(division: Division, shard: int) -> tuple[Tensor, ...]:
     """Returns what a shard holds along each dimension; see [Note: positions]."""
     found = [torch.arange(size) for size in division.shape]
     if (order := division.order) is not None:
-        in_rows = dataclasses.replace(order, dim=0)
-        found[order.dim] = in_rows.to_ranks(found[order.dim] + 1) - 1
+        found[order.dim] = replace(order, dim=0).to_ranks(found[order.dim] + 1) - 1
     place = list(itertools.product(*map(range, division.sizes)))[shard]
     for axis, dim in division.cuts:
         # `torch.chunk` makes fewer chunks where there are not enough rows.

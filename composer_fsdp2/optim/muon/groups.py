@@ -284,12 +284,11 @@ def _multiplies(path: Sequence[str], param: Tensor, module: nn.Module, kind: str
     if param.ndim == 3:
         listed = any(word in kind for word in ("expert", "moe", "mlp", "glu"))
         return "conv" not in kind and (listed or any("expert" in part for part in path))
-    if isinstance(module, nn.Linear) or leaf in (*_QKV, *_GATE_UP):
+    has_experts = hasattr(module, "moe_num_experts")
+    if has_experts or isinstance(module, nn.Linear) or leaf in (*_QKV, *_GATE_UP):
         return True
     if isinstance(module, nn.MultiheadAttention):
         return leaf.endswith("_proj_weight")
-    if hasattr(module, "moe_num_experts"):
-        return True
     of_gpt2 = "conv1d" in kind and not isinstance(module, nn.Conv1d)
     has_sizes = hasattr(module, "in_features") and hasattr(module, "out_features")
     return leaf == "weight" and (of_gpt2 or has_sizes)

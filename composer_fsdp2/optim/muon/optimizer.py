@@ -265,9 +265,7 @@ class Muon(MatrixOptimizer):
             settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             lines.append(str(settings))
             for param, layout in zip(group["params"], of_group, strict=True):
-                joined = f" in blocks {layout.blocks}" if layout.blocks else ""
-                joined += f" by {layout.turns} turns" if layout.turns > 1 else ""
-                lines.append(f"  {names.get(id(param), tuple(param.shape))}{joined}")
+                lines.append(f"  {names.get(id(param), tuple(param.shape))}: {layout}")
         return PlannedGroups(groups, layouts, "\n".join(lines))
 
     def _decide_by_names(self) -> None:
@@ -424,8 +422,8 @@ class Muon(MatrixOptimizer):
         # torch's checkpoints lose the settings of groups that have no parameters.
         own = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         own += [{}] * len(state_dict["param_groups"])
-        pairs = zip(own, state_dict["param_groups"], strict=False)
-        groups = [{**settings, **group} for settings, group in pairs]
+        groups = state_dict["param_groups"]
+        groups = [{**settings, **group} for settings, group in zip(own, groups, strict=False)]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:
