@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 
-_LISTED = 20
 _MODEL = "state.model."
 _OPTIMIZERS = "state.optimizers."
 _OPTIONAL = (
@@ -113,9 +112,7 @@ def check_fit(
         "not in the run": unexpected,
         "of another shape": shapes,
     }
-    differences = [
-        f"{kind}: {listed(names, _LISTED, '')}" for kind, names in problems.items() if names
-    ]
+    differences = [f"{kind}: {listed(names, 20, '')}" for kind, names in problems.items() if names]
     if differences:
         raise CheckpointError(
             f"The checkpoint '{saved.path}' does not fit this run; {'; '.join(differences)}. "
@@ -157,9 +154,7 @@ def check_groups(saved: Sequence[Iterable[str]], run: Sequence[Iterable[str]], w
     for number, (a, b) in enumerate(zip(theirs, ours, strict=False)):
         for only, side in ((sorted(a - b), "checkpoint"), (sorted(b - a), "run")):
             if only:
-                problems.append(
-                    f"group {number} has only in the {side}: {listed(only, _LISTED, '')}"
-                )
+                problems.append(f"group {number} has only in the {side}: {listed(only, 20, '')}")
     raise CheckpointError(
         f"The parameter groups of '{where}' are not those of this run: {'; '.join(problems)}. "
         "Learning rates and weight decay go by the number of the group and would reach the wrong "

@@ -33,10 +33,6 @@ METADATA = ".metadata"
 MESH = "fsdp2_mesh"
 """name of the run's axes in `state.metadata`"""
 
-# Composer's loader tells the old layout by this key, too:
-# https://github.com/mosaicml/composer/blob/v0.32.1/composer/utils/checkpoint.py#L662
-_ROOT = "optimizers"
-
 Box = tuple[Sequence[int], Sequence[int]]
 """where a piece begins, and its sizes"""
 
@@ -81,9 +77,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _as_today(metadata: Metadata) -> Metadata:
-    """Moves an optimizer at the root to `state`."""
     ways = metadata.planner_data or {}
-    legacy = {key for key, way in ways.items() if next(iter(way)) == _ROOT}
+    # Composer's loader tells the old layout by this key, too:
+    # https://github.com/mosaicml/composer/blob/v0.32.1/composer/utils/checkpoint.py#L662
+    legacy = {key for key, way in ways.items() if tuple(way)[:1] == ("optimizers",)}
     if not legacy:
         return metadata
     today: dict[Any, str] = {key: f"state.{key}" for key in legacy}

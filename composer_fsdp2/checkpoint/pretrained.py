@@ -40,9 +40,6 @@ _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 
-_MOST = 20
-"""names listed in one error"""
-
 _SLICE_BYTES = 32 * 2**20
 """Upper bound of one slice that is cast or copied to a device."""
 
@@ -198,8 +195,7 @@ def find_keys(
     """
     tensors, recomputed = _tensors_of(tree)
     # The rules for names are those of the outermost Hugging Face model.
-    models = (m for _, m in tree.modules() if hasattr(m, "base_model_prefix"))
-    outermost = next(models, None)
+    outermost = next((m for _, m in tree.modules() if hasattr(m, "base_model_prefix")), None)
     base = str(getattr(outermost, "base_model_prefix", ""))
     ignorable = getattr(outermost, "_keys_to_ignore_on_load_unexpected", None) or ()
     passed_over = {key for key in stored if any(re.search(rule, key) for rule in ignorable)}
@@ -286,7 +282,7 @@ def _key_of(name: str, naming: _Naming) -> str:
 
 
 def _counted(names: Sequence[str]) -> str:
-    shown = listed(names, _MOST)
+    shown = listed(names, 20)
     return f"{len(names)} ({shown})" if len(names) > 1 else shown
 
 

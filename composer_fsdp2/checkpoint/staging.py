@@ -132,12 +132,10 @@ def _is_left(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        # It may not be there, or not even the folder; why it failed is what counts.
-        with suppress(OSError):
-            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)  # passes over files and links
+    # Nothing may be there, or not even the folder; why it failed is what counts.
+    with suppress(OSError):
+        path.unlink()
 
 
 def check_destination(path: Path, *, folder: bool) -> None:

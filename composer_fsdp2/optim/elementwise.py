@@ -90,19 +90,19 @@ def apply_local_step(
     optimizer: torch.optim.Optimizer | None,
     setting: bool | Literal["auto"],
     device: torch.device,
-    state: OptimizerState | None = None,
+    state: OptimizerState,
 ) -> None:
     """Has the optimizer of a sharded model step local shards, as the setting `local_step` says.
 
-    Collective: yes, for an optimizer that is not known. With `state`, it keeps its state in that
-    form. An optimizer that is built later steps DTensors, as torch has it.
+    Collective: yes, for an optimizer that is not known. It keeps its state in the form of `state`,
+    which `check_optimizer_state` has let pass. An optimizer that is built later steps DTensors, as
+    torch has it.
 
     Raises:
         PlanError: `local_step: true` and an optimizer that looks across elements; one that can
             step neither DTensors nor local shards, which a trial shows; `state` and one that is
-            not known to step parameters one by one, or has no state.
+            not known to step parameters one by one.
     """
-    state = state or OptimizerState()
     if optimizer is None:
         if dist.get_rank() == 0 and (setting is True or state != OptimizerState()):
             name = "local_step" if state == OptimizerState() else "optimizer_state"
@@ -114,7 +114,6 @@ def apply_local_step(
                 stacklevel=2,
             )
         return
-    check_optimizer_state(optimizer, state)
     if isinstance(optimizer, MatrixOptimizer):
         return  # it works on local shards itself, with collectives of its own
     name, known = type(optimizer).__name__, is_known(optimizer)
@@ -171,8 +170,8 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerSt
             "would have no effect. Leave optimizer_state out, or use an optimizer with state, "
             "such as torch.optim.AdamW or SGD with momentum."
         )
-    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-    others = sorted({str(param.dtype) for param in trained} - {"torch.float32"})
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    others = sorted({str(p.dtype) for p in params if p.requires_grad} - {"torch.float32"})
     if setting.dtype == "fp32" and others:
         raise PlanError(
             f"optimizer_state has dtype: fp32, and parameters are in {', '.join(others)}. {name} "

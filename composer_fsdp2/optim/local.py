@@ -174,8 +174,9 @@ class LocalStep:
                     local.data = shard.source
         self._stepping = []
         optimizer.state.update(left)
-        own = {k: v for k, v in vars(copy).items() if k not in ("param_groups", "state")}
-        vars(optimizer).update(own)
+        vars(optimizer).update(
+            {k: v for k, v in vars(copy).items() if k not in ("param_groups", "state")}
+        )
         for group, other in zip(optimizer.param_groups, copy.param_groups, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
         if replaced:
@@ -224,8 +225,7 @@ class LocalStep:
         others = {
             key: held for key, held in optimizer.state.items() if not isinstance(key, DTensor)
         }
-        params = list(map(self.params_of, optimizer.param_groups))
-        self._copy = self.begin(optimizer, params, others)
+        self._copy = self.begin(optimizer, [*map(self.params_of, optimizer.param_groups)], others)
 
         def with_gradients(closure: Any) -> Any:
             def run(*inner: Any, **named: Any) -> Any:

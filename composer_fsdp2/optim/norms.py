@@ -71,8 +71,11 @@ def groups_of(tensor: torch.Tensor, *, rows: bool = False) -> Groups:
 
 def _groups(tensor: DTensor, chosen: Callable[[Placement], bool]) -> Groups:
     """The process groups of the mesh axes with such a placement."""
-    places = enumerate(tensor.placements)
-    return tuple(tensor.device_mesh.get_group(axis) for axis, place in places if chosen(place))
+    return tuple(
+        tensor.device_mesh.get_group(axis)
+        for axis, place in enumerate(tensor.placements)
+        if chosen(place)
+    )
 
 
 def _reduced(

@@ -260,8 +260,7 @@ class KeptState(UserDict[Any, Any], dict[Any, Any]):  # pyright: ignore
 
     def __getitem__(self, key: Any) -> Any:
         value = self.data[key]
-        is_moment = isinstance(value, Stored)
-        return sharded_like(self.plain(value), self._param) if is_moment else value
+        return sharded_like(self.plain(value), self._param) if isinstance(value, Stored) else value
 
     def __setitem__(self, key: Any, value: Any) -> None:
         param, value = self._param, local_value(value, self._param)

@@ -154,8 +154,7 @@ def _matrices(number: int, division: Division, ranks: Ranks) -> Iterator[Matrix]
             held = positions_of(division, shard)[0].tensor_split(ranks.replicas)
             for replica, experts in enumerate(held):
                 if len(experts):
-                    owner = replica * ranks.shards + shard
-                    yield Matrix(number, (experts, *along[1:]), owner)
+                    yield Matrix(number, (experts, *along[1:]), replica * ranks.shards + shard)
 
 
 @dataclass(slots=True, eq=False)
@@ -302,8 +301,7 @@ def plan_exchange(divisions: tuple[Division, ...], ranks: Ranks, limit: int) -> 
     """
     found = [m for n, division in enumerate(divisions) for m in _matrices(n, division, ranks)]
     stay = [m for m in found if m.owner is not None and ranks.replicas == 1]
-    mine = [m for m in stay if m.owner == ranks.me]
-    local = [Part.of(m, divisions[m.param], ranks.me) for m in mine]
+    local = [Part.of(m, divisions[m.param], ranks.me) for m in stay if m.owner == ranks.me]
     totals, filled = [0] * len(ranks.places), [(0, 0)] * len(ranks.places)
     buckets: dict[int, list[tuple[Matrix, int]]] = defaultdict(list)
     # The largest first, to the rank with the least work.

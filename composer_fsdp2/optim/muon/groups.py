@@ -55,14 +55,10 @@ _NOT_HIDDEN = {
     "router": re.compile("gate_network|router|wg"),
 }
 """parts of names by which a parameter is no hidden matrix"""
-_GATE = "gate"
-"""a router where it has fewer outputs than inputs; else a part of a feed-forward network"""
 _QKV = ("Wqkv", "qkv_proj", "qkv", "c_attn", "in_proj_weight")
 _AFTER_ATTENTION = ("out_proj", "o_proj", "c_proj", "dense", "Wo", "wo", "proj")
 _GATE_UP = ("gate_up_proj", "gate_up", "gate_and_up_proj", "w12", "Wi")
 _DOWN = ("down_proj", "Wo", "w3", "down")
-_COLUMN_BY_COLUMN = "gptoss"
-"""in its experts, columns belong to gate and up by turns"""
 _BY_TURNS: Mapping[str, tuple[str, str | int]] = {
     "BloomAttention": ("query_key_value", "num_heads"),
     "CodeGenAttention": ("qkv_proj", 4),
@@ -273,7 +269,8 @@ def _excluded_by_name(path: Sequence[str], param: Tensor) -> str:
         if any(map(words.fullmatch, path)):
             return reason
     layer = path[-2] if len(path) > 1 else path[-1]
-    if layer == _GATE and param.ndim == 2 and param.shape[0] < param.shape[1]:
+    # Else it is a part of a feed-forward network.
+    if layer == "gate" and param.ndim == 2 and param.shape[0] < param.shape[1]:
         return "router"
     return "norm" if "norm" in layer.lower() else ""
 
@@ -367,8 +364,8 @@ def _layout_of_list(leaf: str, param: Tensor, module: nn.Module) -> Layout:
     if leaf != "gate_up_proj":
         return Layout(None, transposed)
     half = param.shape[2 if transposed else 1] // 2
-    by_turns = _COLUMN_BY_COLUMN in _classes(module)
-    return Layout((half, half), transposed, half if by_turns else 1)
+    # In the experts of GPT-OSS, columns belong to gate and up by turns.
+    return Layout((half, half), transposed, half if "gptoss" in _classes(module) else 1)
 
 
 # --- Values of groups. ---

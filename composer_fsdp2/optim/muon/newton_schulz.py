@@ -39,10 +39,9 @@ class Layout:
 
     def outputs(self, shape: Sequence[int]) -> list[Tensor]:
         """Returns the positions along `axis` of each matrix in a parameter of this shape."""
-        sizes = self.blocks or (shape[self.axis],)
         turns = torch.arange(shape[self.axis]).view(self.turns, -1)
-        parts = turns.split([size // self.turns for size in sizes], dim=1)
-        return [part.flatten() for part in parts]
+        sizes = [size // self.turns for size in self.blocks or (shape[self.axis],)]
+        return [part.flatten() for part in turns.split(sizes, dim=1)]
 
 
 def orthogonalise(

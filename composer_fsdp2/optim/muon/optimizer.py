@@ -280,8 +280,12 @@ class Muon(MatrixOptimizer):
                 "prepare_fully_shard(model, optimizer, ...) before the first step."
             )
         if undecided:
-            entries = [entry for group in self.param_groups for entry in entries_of(group)]
-            named = [(name, param) for param, name in entries if name]
+            named = [
+                (name, param)
+                for group in self.param_groups
+                for param, name in entries_of(group)
+                if name
+            ]
             self.assign_groups(self._plan(choose_by_names(named, self._overrides), {}))
 
     def _follow_parameters(self) -> None:
@@ -347,9 +351,8 @@ class Muon(MatrixOptimizer):
                 if (grad := local_gradient(param)) is not None:
                     update = self._momentum(group, param, grad)
                     mesh, axes = _divided_by(param)
-                    division = Division.of(param, axes, layout)
                     together[mesh, axes, update.dtype].append(
-                        _Update(local_part(param), update, division, group)
+                        _Update(local_part(param), update, Division.of(param, axes, layout), group)
                     )
         for (mesh, axes, dtype), updates in together.items():
             self._step_matrices(mesh, axes, self._bucket_bytes // dtype.itemsize, updates)
@@ -453,10 +456,4 @@ def _divided_by(param: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
         return None, ()
     placed = enumerate(param.placements)
     axes = tuple(axis for axis, place in placed if getattr(place, "dim", None) is not None)
-    if any(place.is_partial() for place in param.placements):
-        raise PlanError(
-            f"A parameter of shape {tuple(param.shape)} is placed as {param.placements}. Muon "
-            "brings together matrices that are divided, not terms of a sum. Give it to AdamW "
-            "(adamw: [...])."
-        )
     return (param.device_mesh, axes) if axes else (None, ())
