@@ -166,15 +166,11 @@ def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:
     ways = source.under(*OPTIMIZERS).values()
     names = {way[2] for way in ways if len(way) == 4 and way[1] == "state"}
     trained = {key for key, way in model.items() if way and way[0] in names}
-    shapes: dict[Any, list[str]] = {}
-    for key in model:
-        entry = source.tensors[key]
-        if len(entry.shape) >= 2 and entry.size_bytes:
-            shapes.setdefault((entry.shape, entry.dtype), []).append(key)
+    matrices = {key: source.tensors[key] for key in model if len(source.tensors[key].shape) >= 2}
     ties: list[tuple[str, ...]] = []
-    for group in shapes.values():
+    for group in _grouped((key, entry) for key, entry in matrices.items() if entry.size_bytes):
         # A weight with state is no second name, so most shapes need no look into the files.
-        if len(group) > 1 and not trained.issuperset(group):
+        if not trained.issuperset(group):
             ties += _grouped((key, _content(source, key)) for key in group)
     # Those of a file are mapped: they cost nothing until they are read.
     tensors: dict[str, torch.Tensor] = {}

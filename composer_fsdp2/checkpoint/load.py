@@ -36,6 +36,7 @@ __all__ = [
 
 _MODEL = "state.model."
 _OPTIMIZERS = "state.optimizers."
+_PARTS = ("state.callbacks", "state.algorithms", "state.schedulers")
 _OPTIONAL = (
     # Descriptions of the run that wrote it; nothing reads them back.
     "state.metadata.*",
@@ -91,9 +92,14 @@ def check_fit(
                 shapes.append(f"{key} (checkpoint {have}, run {run})")
         elif key not in saved.tensors and not any(holder in saved.objects for holder in holders):
             learned = isinstance(value, torch.Tensor) and not key.startswith("rng.")
+            # Of a callback, algorithm or scheduler that the saved run had not.
+            part = ".".join(parts[:3])
+            is_new = part.startswith(_PARTS) and not any(
+                f"{known}.".startswith(f"{part}.") for known in saved.paths
+            )
             optional = (
-                (not learned and any(fnmatch.fnmatchcase(key, glob) for glob in _OPTIONAL))
-                or _is_new_part(saved, key)
+                is_new
+                or (not learned and any(fnmatch.fnmatchcase(key, glob) for glob in _OPTIONAL))
                 or (not strict and key.startswith(_MODEL))
             )
             (left_out if optional else missing).append(key)
@@ -123,15 +129,6 @@ def check_fit(
     return left_out
 
 
-def _is_new_part(saved: Checkpoint, key: str) -> bool:
-    """Returns whether it is of a callback, algorithm or scheduler that the saved run had not."""
-    parts = key.split(".")
-    if parts[0] != "state" or parts[1] not in ("callbacks", "algorithms", "schedulers"):
-        return False
-    name = ".".join(parts[:3])
-    return not any(k == name or k.startswith(f"{name}.") for k in (*saved.objects, *saved.tensors))
-
-
 def check_groups(saved: Sequence[Iterable[str]], run: Sequence[Iterable[str]], where: str) -> None:
     """Compares parameter groups by the names in them; the order of names does not matter.
 
@@ -152,9 +149,12 @@ def check_groups(saved: Sequence[Iterable[str]], run: Sequence[Iterable[str]], w
     if len(theirs) != len(ours):
         problems.append(f"the checkpoint has {len(theirs)} and the run {len(ours)}")
     for number, (a, b) in enumerate(zip(theirs, ours, strict=False)):
-        for only, side in ((sorted(a - b), "checkpoint"), (sorted(b - a), "run")):
-            if only:
-                problems.append(f"group {number} has only in the {side}: {listed(only, 20, '')}")
+        sides = {"checkpoint": sorted(a - b), "run": sorted(b - a)}
+        problems += [
+            f"group {number} has only in the {side}: {listed(only, 20, '')}"
+            for side, only in sides.items()
+            if only
+        ]
     raise CheckpointError(
         f"The parameter groups of '{where}' are not those of this run: {'; '.join(problems)}. "
         "Learning rates and weight decay go by the number of the group and would reach the wrong "
@@ -270,19 +270,14 @@ class MuonFromAdamW:
     def __init__(self, saved: Checkpoint, muon: Collection[str], adamw: Collection[str]) -> None:
         self._muon, self._adamw = frozenset(muon), frozenset(adamw)
         asked = self._muon | self._adamw
-        kept: dict[str, dict[str, set[str]]] = {}
-        for way in saved.under("state", "optimizers").values():
-            if len(way) == 4 and way[1] == "state":
-                state = kept.setdefault(str(way[0]), {})
-                state.setdefault(str(way[2]), set()).add(str(way[3]))
-        self.source = next(
-            (
-                name
-                for name, state in sorted(kept.items())
-                if asked and all(state.get(param, set()) >= _ADAM for param in asked)
-            ),
-            None,
-        )
+        kept = set(saved.under("state", "optimizers").values())
+        needed = [("state", param, key) for param in asked for key in _ADAM]
+        of_adam = [
+            name
+            for name in sorted({str(way[0]) for way in kept if way})
+            if asked and all((name, *way) in kept for way in needed)
+        ]
+        self.source = of_adam[0] if of_adam else None
 
     @property
     def ignored(self) -> list[str]:

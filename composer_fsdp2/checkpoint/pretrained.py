@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
+from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, tied_groups
 from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.tensors import non_persistent_buffers
 
@@ -210,16 +210,13 @@ def find_keys(
         return found, -sum(key.startswith(naming[2]) for key in left_over(naming))
 
     naming = max(_namings(tensors, base), key=fitness)
-    weight_of, tied = canonical_param_ids(tree.params), defaultdict[int, list[str]](list)
-    for ref in tree.params:
-        tied[weight_of[id(ref.param)]].append(ref.name)
-    group_of = {name: names for names in tied.values() for name in names}
+    group_of = {name: names for names in tied_groups(tree.root) for name in names}
     keys: dict[str, str] = {}
     missing: list[str] = []
     misfits: list[str] = []
     for name, tensor in tensors.items():
         # Tied names share the first that is there.
-        names = group_of.get(name, [name])
+        names = group_of.get(name, (name,))
         key = next((k for k in (_key_of(n, naming) for n in names) if k in stored), None)
         if key is None:
             missing += [name] if name == names[0] else []

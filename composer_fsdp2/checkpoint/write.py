@@ -255,8 +255,8 @@ class Staging:
             on_cpu = value.device.type == "cpu"
             if kept is None or _layout(kept) != _layout(value):
                 # Copies into memory that is not pinned are slow, and the host makes them itself.
-                made = torch.empty_like(value, device="cpu", pin_memory=not on_cpu)
-                kept = self._tensors[way] = made
+                kept = torch.empty_like(value, device="cpu", pin_memory=not on_cpu)
+                self._tensors[way] = kept
             if not on_cpu:
                 self._sources.add(value.device.type)
             local_part(kept).copy_(local_part(value), non_blocking=True)

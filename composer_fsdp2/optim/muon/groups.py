@@ -233,8 +233,8 @@ def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, Choice]:
             "router": "router" in kind,
             "norm": "norm" in kind,
         }
-        reason = next((reason for reason, holds in reasons.items() if holds), "")
-        reason = reason or _excluded_by_name(path, param)
+        first = next((reason for reason, holds in reasons.items() if holds), "")
+        reason = first or _excluded_by_name(path, param)
         if not reason and not _multiplies(path, param, entry.module, kind):
             reason = "no layer that is known to multiply"
         around = tree.paths[entry.parent].module if entry.parent >= 0 else None

@@ -256,9 +256,9 @@ class Muon(MatrixOptimizer):
                 groups[number + 1] = with_entries(groups[number + 1], others)
         layout_of = {key: choice.layout for key, choice in choices.items()}
         for group, layouts in zip(self.param_groups, self._layouts, strict=True):
-            for param, layout in zip(group["params"], layouts, strict=True):
-                if layout != Layout():  # its group says it
-                    layout_of[id(param)] = layout
+            pairs = zip(group["params"], layouts, strict=True)
+            # What a group itself says counts.
+            layout_of.update((id(p), layout) for p, layout in pairs if layout != Layout())
         layouts = [[layout_of.get(id(p), Layout()) for p in g["params"]] for g in groups]
         lines = [f"buckets of {self._bucket_bytes} bytes a rank"]
         for group, of_group in zip(groups, layouts, strict=True):
