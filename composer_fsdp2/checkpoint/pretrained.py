@@ -200,16 +200,14 @@ def find_keys(
     ignorable = getattr(outermost, "_keys_to_ignore_on_load_unexpected", None) or ()
     passed_over = {key for key in stored if any(re.search(rule, key) for rule in ignorable)}
 
-    def left_over(naming: _Naming) -> list[str]:
-        used = {_key_of(name, naming) for name in (*tensors, *recomputed)}
-        return [key for key in stored if key not in used and key not in passed_over]
-
-    def fitness(naming: _Naming) -> tuple[int, int]:
+    def fitness(naming: tuple[str, dict[str, str]]) -> tuple[int, int]:
         """Counts names found, then fewest keys left over that are no head's."""
-        found = sum(_key_of(name, naming) in stored for name in tensors)
-        return found, -sum(key.startswith(naming[2]) for key in left_over(naming))
+        added, key_of = naming
+        left = stored.keys() - key_of.values() - passed_over
+        found = sum(key_of[name] in stored for name in tensors)
+        return found, -sum(key.startswith(added) for key in left)
 
-    naming = max(_namings(tensors, base), key=fitness)
+    added, key_of = max(_namings(tensors, recomputed, base), key=fitness)
     group_of = {name: names for names in tied_groups(tree.root) for name in names}
     keys: dict[str, str] = {}
     missing: list[str] = []
@@ -217,7 +215,7 @@ def find_keys(
     for name, tensor in tensors.items():
         # Tied names share the first that is there.
         names = group_of.get(name, (name,))
-        key = next((k for k in (_key_of(n, naming) for n in names) if k in stored), None)
+        key = next((key_of[n] for n in names if key_of[n] in stored), None)
         if key is None:
             missing += [name] if name == names[0] else []
             continue
@@ -229,10 +227,11 @@ def find_keys(
                 f"{tensor.dtype} in the model"
             )
     # Keys outside of the base model that the model is belong to a head.
-    left = left_over(naming)
+    used = {*key_of.values(), *passed_over}
+    left = [key for key in stored if key not in used]
     problems = {
         "it lacks": missing,
-        "the model has no place for": [key for key in left if key.startswith(naming[2])],
+        "the model has no place for": [key for key in left if key.startswith(added)],
         "other shapes or kinds of number:": misfits,
     }
     said = [f"{text} {_counted(names)}" for text, names in problems.items() if names]
@@ -260,22 +259,24 @@ def _tensors_of(tree: ModuleTree) -> tuple[dict[str, torch.Tensor], list[str]]:
     return tensors, recomputed
 
 
-_Naming = tuple[str, str, str]
-"""two prefixes of the model's names that the folder's lack, and one that only those have"""
+def _namings(
+    names: Collection[str], recomputed: Collection[str], base: str
+) -> list[tuple[str, dict[str, str]]]:
+    """Returns the possible keys by name, with the prefix that only they have.
 
-
-def _namings(names: Collection[str], base: str) -> list[_Naming]:
-    """Returns the possible ones, the plainest first: it wins when several find as many names."""
+    The plainest come first, which win when several find as many names. A wrapper's prefix, and that
+    of the base model, may be those of the model's names alone.
+    """
     wrappers, heads = [""], {name.partition(".")[0] for name in names}
     if len(heads) == 1 and all("." in name for name in names):
         wrappers.append(f"{heads.pop()}.")
     bases = [("", ""), (f"{base}.", ""), ("", f"{base}.")] if base else [("", "")]
-    return [(wrapper, drop, add) for drop, add in bases for wrapper in wrappers]
-
-
-def _key_of(name: str, naming: _Naming) -> str:
-    wrapper, dropped, added = naming
-    return added + name.removeprefix(wrapper).removeprefix(dropped)
+    named = (*names, *recomputed)
+    return [
+        (added, {n: added + n.removeprefix(wrapper).removeprefix(dropped) for n in named})
+        for dropped, added in bases
+        for wrapper in wrappers
+    ]
 
 
 def _counted(names: Sequence[str]) -> str:

@@ -148,14 +148,12 @@ def check_destination(path: Path, *, folder: bool) -> None:
     Raises:
         CheckpointError: something is there.
     """
-    if not os.path.lexists(path):
-        return
-    if folder and path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
-        return
-    raise CheckpointError(
-        f"'{path}' exists already. Nothing is written over, because it may be the only copy of "
-        "something. Give a path where nothing is yet."
-    )
+    is_folder = folder and path.is_dir() and not path.is_symlink()
+    if os.path.lexists(path) and not (is_folder and not any(path.iterdir())):
+        raise CheckpointError(
+            f"'{path}' exists already. Nothing is written over, because it may be the only copy of "
+            "something. Give a path where nothing is yet."
+        )
 
 
 @contextmanager

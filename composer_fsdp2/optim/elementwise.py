@@ -31,7 +31,7 @@ from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.torch_private.tensors import tree_leaves
 
-__all__ = ["apply_local_step", "check_optimizer_state", "is_known"]
+__all__ = ["apply_local_step", "check_optimizer_state", "known_as"]
 
 _WITHOUT_STATE = "llmfoundry.optim.no_op:NoOp"
 _AVERAGES = "torch.optim.asgd:ASGD"
@@ -70,8 +70,11 @@ _PLAIN = (
 """what can be copied without harm, in lists and dictionaries too"""
 
 
-def _known_as(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns the known class whose step this is; a subclass may not change the step."""
+def known_as(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns the known class whose step this is; a subclass may not change the step.
+
+    For those, local shards give the bits of the whole.
+    """
     for kind in type(optimizer).__mro__:
         name = f"{kind.__module__}:{kind.__qualname__}"
         if name in _KNOWN:
@@ -79,11 +82,6 @@ def _known_as(optimizer: torch.optim.Optimizer) -> str | None:
         if {key for key, value in vars(kind).items() if callable(value)} - _CHANGES_NO_STEP:
             return None
     return None
-
-
-def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether local shards are known to give the bits of the whole."""
-    return _known_as(optimizer) is not None
 
 
 def apply_local_step(
@@ -116,7 +114,7 @@ def apply_local_step(
         return
     if isinstance(optimizer, MatrixOptimizer):
         return  # it works on local shards itself, with collectives of its own
-    name, known = type(optimizer).__name__, is_known(optimizer)
+    name, known = type(optimizer).__name__, known_as(optimizer)
     if setting is True and not known and _ACROSS.search(name):
         raise PlanError(
             f"local_step: true cannot be had with the optimizer {name}, which looks across the "
@@ -158,7 +156,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerSt
             "where AdamW has two, and it steps them together, by collectives, so none could be "
             "stepped alone. Leave optimizer_state out, or use AdamW with it."
         )
-    known = _known_as(optimizer)
+    known = known_as(optimizer)
     if known in _MOMENTUM_OR_NONE:
         has_none = not (optimizer.state or any(g["momentum"] for g in optimizer.param_groups))
     else:

@@ -29,7 +29,7 @@ from composer_fsdp2.config.fsdp1 import convert_fsdp1_unit
 from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.config.wrapping import WrapPolicy, parse_unit_settings
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.optim.elementwise import check_optimizer_state, is_known
+from composer_fsdp2.optim.elementwise import check_optimizer_state, known_as
 from composer_fsdp2.optim.local import MatrixOptimizer
 from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.conditional_modules import conditional_modules
@@ -117,7 +117,7 @@ class PreparePlan:
         if self.conditional and (settings.activation_checkpointing or settings.compile):
             # A block of a tower is one, whatever unit its parameters are in.
             blocks = self._plan_units([]).blocks()
-        is_known_kind = isinstance(optimizer, MatrixOptimizer | None) or is_known(optimizer)
+        is_known = isinstance(optimizer, MatrixOptimizer | None) or known_as(optimizer)
         facts = ModelFacts(
             tree=tree,
             settings=settings,
@@ -126,7 +126,7 @@ class PreparePlan:
             shard_ranks=shape.shard,
             device_type=self.device_type,
             compute=self.compute,
-            odd_optimizer="" if is_known_kind else type(optimizer).__name__,
+            odd_optimizer="" if is_known else type(optimizer).__name__,
             is_checkpointed=activation_choice(tree, frozenset(blocks)),
         )
         self.transformations, facts = plan_transformations(transformations, facts)
