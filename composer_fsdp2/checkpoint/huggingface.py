@@ -205,13 +205,13 @@ def _adapter_names(
             "Trainer and call save_pretrained of the model."
         )
     adapted = [name for name in names if "lora_" in name and _ADAPTER in name]
-    chosen = list(adapted)
-    if bias == "all":
-        chosen += [name for name in names if "bias" in name]
-    elif bias == "lora_only":
-        beside = {name.partition("lora_")[0] + "bias" for name in adapted}
-        chosen += [name for name in names if name in beside]
-    found = {_for_peft(name): name for name in chosen}
+    beside = {name.partition("lora_")[0] + "bias" for name in adapted}
+    biases = {
+        "none": [],
+        "all": [name for name in names if "bias" in name],
+        "lora_only": [name for name in names if name in beside],
+    }
+    found = {_for_peft(name): name for name in (*adapted, *biases[bias])}
     found |= {_for_peft(name.replace(_WHOLE, ".")): name for name in names if _WHOLE in name}
     # PEFT writes an embedding whole beside its adapter.
     targets = [each for each in _EMBEDDINGS if each in (config.get("target_modules") or ())]

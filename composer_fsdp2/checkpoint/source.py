@@ -159,8 +159,7 @@ def detect_kind(path: Path) -> Kind:
     if path.is_dir():
         if (path / METADATA).is_file():
             return "sharded"
-        inside = sorted(item.name for item in path.iterdir())
-        shown = listed(inside, quote="") or "nothing"
+        shown = listed(sorted(item.name for item in path.iterdir()), quote="") or "nothing"
         raise CheckpointError(
             f"'{path}' is no checkpoint: the folder has no '{METADATA}' (it holds {shown}). A save "
             "that was interrupted leaves such a folder, and the folder above checkpoints looks "

@@ -273,12 +273,10 @@ class Exchange:
         coming, returning = send(0), list
         for number, (_, back) in enumerate(self.buckets):
             received, coming = coming(), send(number + 1)
-            wholes: dict[Matrix, Tensor] = {}
+            matrices = dict.fromkeys(part.matrix for part, _ in received)
+            wholes = {matrix: shards[0].new_empty(matrix.shape) for matrix in matrices}
             for part, value in received:
-                matrix = part.matrix
-                if matrix not in wholes:
-                    wholes[matrix] = value.new_empty(matrix.shape)
-                wholes[matrix][part.there] = value
+                wholes[part.matrix][part.there] = value
             done = {matrix: orthogonalise(matrix.param, wholes[matrix]) for matrix in wholes}
             starting = back.start(
                 lambda part, done=done: done[part.matrix][part.there], shards[0], group

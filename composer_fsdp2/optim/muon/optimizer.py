@@ -264,8 +264,10 @@ class Muon(MatrixOptimizer):
         for group, of_group in zip(groups, layouts, strict=True):
             settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             lines.append(str(settings))
-            for param, layout in zip(group["params"], of_group, strict=True):
-                lines.append(f"  {names.get(id(param), tuple(param.shape))}: {layout}")
+            lines += [
+                f"  {names.get(id(param), tuple(param.shape))}: {layout}"
+                for param, layout in zip(group["params"], of_group, strict=True)
+            ]
         return PlannedGroups(groups, layouts, "\n".join(lines))
 
     def _decide_by_names(self) -> None:
