@@ -352,8 +352,6 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()).rstrip(".")
     if "weights_only" in text:  # torch says how to switch the check off, and what it has found
-        text = text.partition("WeightsUnpickler error: ")[2].partition(" Check the documentation")[
-            0
-        ]
-        text = text.rstrip(". ") or "its pickle makes no sense"
+        said = text.partition("WeightsUnpickler error: ")[2]
+        text = said.partition(" Check the doc")[0].rstrip(". ") or "its pickle makes no sense"
     return text if len(text) <= 200 else text[:200] + "..."

@@ -324,10 +324,8 @@ def _ways(
         return [Part.of(m, divisions[m.param], shard) for m, own in bucket if own == owner]
 
     def by_place(of_ranks: Sequence[list[Part]]) -> list[list[Part]]:
-        found: list[list[Part]] = [[] for _ in range(ranks.group_size)]
-        for place, of_rank in zip(ranks.places, of_ranks, strict=True):
-            found[place] = of_rank
-        return found
+        of_place = dict(zip(ranks.places, of_ranks, strict=True))
+        return [of_place.get(place, []) for place in range(ranks.group_size)]
 
     numbers, shards = range(len(ranks.places)), ranks.shards
     held = [parts(owner, ranks.me % shards) for owner in numbers]

@@ -361,8 +361,11 @@ class Muon(MatrixOptimizer):
         return loss
 
     def _step_adamw(self, group: Mapping[str, Any]) -> None:
-        given = [(param, local_gradient(param)) for param in group["params"]]
-        held = [(param, grad, self.state[param]) for param, grad in given if grad is not None]
+        held = [
+            (param, grad, self.state[param])
+            for param in group["params"]
+            if (grad := local_gradient(param)) is not None
+        ]
         adamw(
             [local_part(param) for param, _, _ in held],
             [grad for _, grad, _ in held],
