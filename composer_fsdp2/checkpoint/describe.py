@@ -95,7 +95,21 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
     found["kind"] = source.kind
     found["problems"] += source.problems.values()
     _describe_state(source, found)
-    _describe_tensors(source, found)
+    ties = find_ties(source)
+    found |= {"tensors": len(source.tensors), "objects": len(source.objects), "ties": ties}
+    again = {key for group in ties for key in group[1:]}
+    model, dtypes, pieces = source.under(*MODEL), found["dtypes"], found["pieces"]
+    for key, entry in source.tensors.items():
+        if key in model:
+            elements = entry.size_bytes // entry.dtype.itemsize
+            name = str(entry.dtype).removeprefix("torch.")
+            dtypes[name] = dtypes.get(name, 0) + elements
+            found["parameters"] += 0 if key in again else elements
+        if isinstance(source, FolderCheckpoint) and entry.shape and key not in source.problems:
+            starts = [index.offset or () for index in source.indices(key)]
+            dims = [n for n, at in enumerate(zip(*starts, strict=False)) if len({*at}) > 1]
+            cut = f"dim {' and '.join(map(str, dims))}" if dims else "whole"
+            pieces[cut] = pieces.get(cut, 0) + 1
     return found
 
 
@@ -118,6 +132,7 @@ def _small_values(source: Checkpoint, problems: list[str]) -> dict[Way, Any]:
 
 
 def _describe_state(source: Checkpoint, found: dict[str, Any]) -> None:
+    """Adds the run that saved, its progress, and the groups of its optimizers."""
     values = _small_values(source, found["problems"])
     for name, way in _SCALARS.items():
         if (value := values.get(way)) is not None:
@@ -135,24 +150,6 @@ def _describe_state(source: Checkpoint, found: dict[str, Any]) -> None:
     for (optimizer, _), group in sorted(groups.items(), key=lambda item: item[0]):
         names = len(group.pop("params", None) or ())
         found["optimizers"][optimizer].append({"hyperparameters": group, "names": names})
-
-
-def _describe_tensors(source: Checkpoint, found: dict[str, Any]) -> None:
-    ties = find_ties(source)
-    found |= {"tensors": len(source.tensors), "objects": len(source.objects), "ties": ties}
-    again = {key for group in ties for key in group[1:]}
-    model, dtypes, pieces = source.under(*MODEL), found["dtypes"], found["pieces"]
-    for key, entry in source.tensors.items():
-        if key in model:
-            elements = entry.size_bytes // entry.dtype.itemsize
-            name = str(entry.dtype).removeprefix("torch.")
-            dtypes[name] = dtypes.get(name, 0) + elements
-            found["parameters"] += 0 if key in again else elements
-        if isinstance(source, FolderCheckpoint) and entry.shape and key not in source.problems:
-            starts = [index.offset or () for index in source.indices(key)]
-            dims = [n for n, at in enumerate(zip(*starts, strict=False)) if len({*at}) > 1]
-            cut = f"dim {' and '.join(map(str, dims))}" if dims else "whole"
-            pieces[cut] = pieces.get(cut, 0) + 1
 
 
 def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:

@@ -124,7 +124,13 @@ def write(form: Form, value: Tensor, place: Place, step: Tensor | int, key: str)
     kept = torch.bfloat16 if form == "bf16" else torch.uint8
     stored = Stored(form, torch.empty_like(value, dtype=kept), exponents, value.dtype)
     source, target = (one.view(place.rows, place.row) for one in (value, stored.values))
-    seed = _seed(step, key, value.device)
+    salt = zlib.crc32(key.encode())
+    if isinstance(step, Tensor) and step.device.type != "cpu":
+        # Not read by the host, which would wait for the device.
+        counted = step.detach().to(device=value.device, dtype=_INT)
+        seed = counted.mul(_wrapped(0x85EBCA6B)).add_(_wrapped(salt))
+    else:
+        seed = _wrapped(int(step) * 0x85EBCA6B + salt)
     for rows in place.chunks(value.device):
         bits = source[rows].float().contiguous().view(_INT)
         # The number of each element in the whole, modulo 2^32.
@@ -160,15 +166,6 @@ def read(stored: Stored, place: Place) -> Tensor:
 def _wrapped(number: int) -> int:
     """The integer of 32 bits with a sign that has the same lower bits."""
     return (number + 2**31) % 2**32 - 2**31
-
-
-def _seed(step: Tensor | int, key: str, device: torch.device) -> Tensor | int:
-    salt = zlib.crc32(key.encode())
-    if isinstance(step, Tensor) and step.device.type != "cpu":
-        # Not read by the host, which would wait for the device.
-        counted = step.detach().to(device=device, dtype=_INT)
-        return counted.mul(_wrapped(0x85EBCA6B)).add_(_wrapped(salt))
-    return _wrapped(int(step) * 0x85EBCA6B + salt)
 
 
 def _chance(bits: Tensor, numbers: Tensor, seed: Tensor | int, count: int) -> Tensor:
