@@ -461,4 +461,10 @@ def _divided_by(param: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
         return None, ()
     placed = enumerate(param.placements)
     axes = tuple(axis for axis, place in placed if getattr(place, "dim", None) is not None)
+    if any(place.is_partial() for place in param.placements):
+        raise PlanError(
+            f"A parameter of shape {tuple(param.shape)} is placed as {param.placements}. Muon "
+            "brings together matrices that are divided, not terms of a sum. Give it to AdamW "
+            "(adamw: [...])."
+        )
     return (param.device_mesh, axes) if axes else (None, ())
