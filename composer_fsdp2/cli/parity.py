@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +22,6 @@ from composer_fsdp2.foundry import run_file
 from composer_fsdp2.foundry.transform import requests_fsdp2
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from composer_fsdp2.tools.parity import Comparison, Job, Step
 
 __all__ = ["parity"]
@@ -108,11 +107,13 @@ def parity(
 
 def _prepare(
     paths: tuple[Path, Path], overrides: list[str], *, ranks: int | None, allow_different: bool
-) -> tuple[tuple[Job, Job], list[str], int]:
+) -> tuple[list[Job], list[str], int]:
     """Reads both configurations, refuses what cannot be compared, and makes them comparable."""
     import torch
 
+    from composer_fsdp2.tools.migrate.signs import check_is_run
     from composer_fsdp2.tools.parity import (
+        Job,
         check_room,
         check_same,
         overrides_for,
@@ -135,25 +136,20 @@ def _prepare(
                 f"The override '{item}' is of a block that neither OLD nor NEW has. It would "
                 "change what is compared. Write the block into one of them."
             )
-    jobs: Any = tuple(map(_job, ("old", "new"), paths, read, kept))
+    jobs: Any = []
+    for name, path, config, items in zip(("old", "new"), paths, read, kept, strict=True):
+        check_is_run(path, config)
+        config = run_file.merge(config, items)
+        parsed = run_file.read_parallelism(config)
+        kind, block = "DDP" if parsed.get("fsdp_config") is None else "FSDP1", None
+        if requests_fsdp2(parsed):
+            kind = "FSDP2"
+            block = "parallelism_config.fsdp2" if "parallelism_config" in config else "fsdp_config"
+        run_file.check_ranks(parsed, ranks)
+        jobs.append(Job(name, config, kind, block))
     notes = check_same(jobs[0].config, jobs[1].config, allow=allow_different)
     notes += plan_jobs(*jobs, cuda=torch.cuda.is_available(), ranks=ranks)
-    for job in jobs:
-        run_file.check_ranks(run_file.read_parallelism(job.config), ranks)
     return jobs, notes, ranks
-
-
-def _job(name: str, path: Path, config: DictConfig, overrides: list[str]) -> Job:
-    from composer_fsdp2.tools.migrate.signs import check_is_run
-    from composer_fsdp2.tools.parity import Job
-
-    check_is_run(path, config)
-    config = run_file.merge(config, overrides)
-    parsed = run_file.read_parallelism(config)
-    if requests_fsdp2(parsed):
-        block = "parallelism_config.fsdp2" if "parallelism_config" in config else "fsdp_config"
-        return Job(name, config, "FSDP2", block)
-    return Job(name, config, "DDP" if parsed.get("fsdp_config") is None else "FSDP1")
 
 
 # --- The two runs. ---
@@ -221,7 +217,7 @@ def _check_steps(old: tuple[Step, ...], new: tuple[Step, ...], steps: int) -> No
         )
 
 
-def _write(comparison: Comparison, folder: Path, jobs: tuple[Job, Job]) -> dict[str, str]:
+def _write(comparison: Comparison, folder: Path, jobs: Sequence[Job]) -> dict[str, str]:
     """Writes the files; returns their names by kind."""
     from composer_fsdp2.tools.pictures import comparison_picture, write_figure
 

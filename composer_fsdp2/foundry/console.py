@@ -122,7 +122,11 @@ class LineConsole(LoggerDestination):
         mfu = next((self._metrics[name] for name in _MFU if name in self._metrics), None)
         if mfu is not None:
             parts.append(f"MFU {float(mfu):.1%}")
-        parts.append(f"memory {_memory_bytes(state) / 1e9:.1f} GB")
+        # The most that this rank has held, of its GPU or of CPU memory.
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if state.device.name == "gpu":
+            held = torch.cuda.max_memory_allocated()
+        parts.append(f"memory {held / 1e9:.1f} GB")
         if before is not started and now.done > started.done:
             rate = (now.done - started.done) / (now.seconds - started.seconds)
             parts.append(f"{tqdm.format_interval((1 - now.done) / rate)} left")
@@ -161,13 +165,6 @@ def _place(state: State) -> str:
     # Epochs are counted when they are over; one reads the one that is running.
     running = total.unit == TimeUnit.EPOCH and int(state.timestamp.batch_in_epoch) > 0
     return f"batch {batch}   {unit} {done + running}/{total.value}"
-
-
-def _memory_bytes(state: State) -> int:
-    """Returns the most that this rank has held: of its GPU, or of CPU memory."""
-    if state.device.name == "gpu" and torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _show(text: str) -> None:

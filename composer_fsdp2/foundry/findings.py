@@ -30,7 +30,7 @@ class Finding:
     advice: str
 
 
-def findings_of(error: Exception, where: str = "") -> Iterator[Finding]:
+def findings_of(error: Exception) -> Iterator[Finding]:
     """Yields each mistake that an error of this package numbers, or the error.
 
     The last sentence says what to write instead.
@@ -39,20 +39,20 @@ def findings_of(error: Exception, where: str = "") -> Iterator[Finding]:
     for text in lines or [str(error)]:
         what, _, advice = " ".join(text.split()).rpartition(". ")
         told, cure = (f"{what}.", advice) if what else (advice, "Correct it.")
-        yield Finding("problem", shortened(f"{where}{told}"), shortened(cure))
+        yield Finding("problem", shortened(told), shortened(cure))
 
 
 @dataclass(slots=True)
 class Findings:
     """Collects errors of steps that do not depend on each other."""
 
-    found: list[Finding] = field(default_factory=list[Finding])
+    findings: list[Finding] = field(default_factory=list[Finding])
 
     def add(self, what: str, advice: str, level: Literal["problem", "warning"] = "problem") -> None:
         """Adds a finding, unless it is there already."""
         finding = Finding(level, shortened(what), shortened(advice))
-        if finding not in self.found:
-            self.found.append(finding)
+        if finding not in self.findings:
+            self.findings.append(finding)
 
     @contextlib.contextmanager
     def step(self, where: str, advice: str = "") -> Generator[None]:
@@ -60,7 +60,7 @@ class Findings:
         try:
             yield
         except OWN_ERRORS as error:
-            for finding in findings_of(error, f"{where}: "):
+            for finding in findings_of(error):
                 self.add(finding.what, finding.advice)
         except (Exception, SystemExit) as error:
             if _is_of_network(error):
@@ -70,26 +70,18 @@ class Findings:
                     "Download it first to have it checked here.",
                     "warning",
                 )
-            elif not self._is_known(where, error):
+            else:
                 self.add(
                     f"{where}: {_told(error)}.",
                     advice or "Correct it there; the run would stop at this place.",
                 )
 
-    def _is_known(self, where: str, error: BaseException) -> bool:
-        """Returns whether the unknown name that keeps this part from being built has been added."""
-        follows = isinstance(error, KeyError | TypeError) or type(error).__name__ == "RegistryError"
-        begins = (f"{where}:", f"{where}.")
-        return follows and any(finding.what.startswith(begins) for finding in self.found)
-
 
 def _is_of_network(error: BaseException | None) -> bool:
     """Returns whether an error, or its cause, is about an address that was not reached."""
     while error is not None:
-        package = type(error).__module__.partition(".")[0]
-        if isinstance(error, ConnectionError) or (
-            package in _NETWORK and isinstance(error, OSError)
-        ):
+        is_of_package = type(error).__module__.partition(".")[0] in _NETWORK
+        if isinstance(error, ConnectionError) or (is_of_package and isinstance(error, OSError)):
             return True
         error = error.__cause__ or error.__context__
     return False

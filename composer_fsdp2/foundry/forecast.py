@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,13 @@ def forecast_run(
                 mesh=None,
                 transformations=TRANSFORMATIONS,
             )
+
+    def batch() -> dict[str, Any]:
+        """Makes full rows, as LLM Foundry's loaders of text do."""
+        ids = torch.zeros((rows, config.max_seq_len), dtype=torch.int64)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
     named = (getattr(planned.plan, "modules", ()) for planned in plan.transformations)
     return forecast(
         parts.model,
@@ -82,7 +89,7 @@ def forecast_run(
                 settings, precision, steps_together=cluster.on_gpus and "optimizer" not in on_host
             ),
             on_gpus=cluster.on_gpus,
-            batch=_batch_of(rows, config.max_seq_len),
+            batch=batch,
             compute=compute_loss(precision),
             microbatches=math.ceil(size / rows),
             ahead=max(settings.forward_prefetch, settings.backward_prefetch),
@@ -132,14 +139,3 @@ def search_run(
         memory_gib=memory_gib,
         offloads=("none",) if has_experts else offloads,
     )
-
-
-def _batch_of(rows: int, length: int) -> Callable[[], dict[str, Any]]:
-    """Returns a function that makes a batch of full rows, as LLM Foundry's loaders of text do."""
-
-    def batch() -> dict[str, Any]:
-        ids = torch.zeros((rows, length), dtype=torch.int64)
-        mask = torch.ones((rows, length), dtype=torch.bool)
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
-
-    return batch

@@ -12,14 +12,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from composer_fsdp2.config.messages import ascii_repr, nearest, raise_errors
 from composer_fsdp2.text import listed
 
-__all__ = ["NAME", "Unknown", "check_eval_keys", "refuse_unknown", "unknown_keys", "unknown_parts"]
+__all__ = ["NAME", "check_eval_keys", "refuse_unknown", "unknown_keys", "unknown_parts"]
 
 NAME = "composer_fsdp2_names"
 """in LLM Foundry's registry of config transforms"""
@@ -53,17 +52,6 @@ _DELETED = re.compile(r"\bdel\b[^\n]*\bkwargs\b")
 _HANDED_UP = re.compile(r"super\(\)\.__init__\([^()]*\*\*kwargs[\s,]*\)")
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """A key, name or argument that nobody reads."""
-
-    what: str
-    advice: str
-    block: Any = None
-    """the block of the run from which `key` can be taken out; `None` for a name"""
-    key: Any = None
-
-
 def refuse_unknown(cfg: dict[str, Any]) -> dict[str, Any]:
     """Refuses what nobody reads, as the last config transform, since others may change names.
 
@@ -78,8 +66,7 @@ def refuse_unknown(cfg: dict[str, Any]) -> dict[str, Any]:
     from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
 
     if list(config_transforms.get_all())[-1] == NAME:
-        found = [*unknown_keys(cfg, TRAIN_CONFIG_KEYS), *unknown_parts(cfg)]
-        raise_errors([f"{unknown.what} {unknown.advice}" for unknown in found])
+        raise_errors([*unknown_keys(cfg, TRAIN_CONFIG_KEYS), *unknown_parts(cfg)])
     return cfg
 
 
@@ -92,13 +79,13 @@ def check_eval_keys(cfg: Mapping[Any, Any]) -> None:
     from llmfoundry.utils.config_utils import EVAL_CONFIG_KEYS
 
     known = (*EVAL_CONFIG_KEYS, *_UNDER_MODELS)
-    raise_errors([f"{one.what} {one.advice}" for one in unknown_keys(cfg, known, "evaluation")])
+    raise_errors([*unknown_keys(cfg, known, "evaluation")])
 
 
 def unknown_keys(
     cfg: Mapping[Any, Any], known: Iterable[str], work: str = "training"
-) -> Iterator[Unknown]:
-    """Yields the top-level keys that neither LLM Foundry nor this package reads."""
+) -> Iterator[str]:
+    """Yields sentences about the top-level keys that neither LLM Foundry nor this package reads."""
     known = (*known, _OUR_KEY)
     for key in cfg:
         if key in known:
@@ -108,12 +95,13 @@ def unknown_keys(
             what += f" FSDP2's settings belong one level deeper: {_OUR_KEY}: {{fsdp2: ...}}."
         else:
             what += f" It would stop the run.{nearest(str(key), known)}"
-        advice = "Correct it, or put values of your own under `variables`."
-        yield Unknown(what, advice, cfg, key)
+        yield f"{what} Correct it, or put values of your own under `variables`."
 
 
-def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[Unknown]:
-    """Yields names that are in no registry, and arguments; see [Note: arguments left out].
+def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[str]:
+    """Yields sentences about names that are in no registry, and arguments.
+
+    See [Note: arguments left out].
 
     A part that may hand arguments on to code that is not known here is passed over.
 
@@ -122,11 +110,17 @@ def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[Unknown]:
     """
     for where, name, block, kind, registered in _named(cfg):
         if not (isinstance(name, str) and name in registered):
-            yield _unknown_name(where, name, kind, registered)
+            place = where if kind in _MANY else f"{where}.name"
+            hint = nearest(name, registered) if isinstance(name, str) else ""
+            shown = listed(sorted(registered), _SHOWN_NAMES, "")
+            yield (
+                f"{place}: {ascii_repr(name)} is in no registry of {kind}.{hint} "
+                f"Write one of {shown}; or register yours in a file of code_paths."
+            )
         elif isinstance(block, dict):
             before = ("name", *_READ_BEFORE.get(where.partition("[")[0], ()))
-            found = _of_part(where, registered[name], block)
-            yield from (unknown for unknown in found if unknown.key not in before)
+            given = {key: value for key, value in block.items() if key not in before}
+            yield from _of_part(where, name, registered[name], given)
     if isinstance(tokenizer := cfg.get("tokenizer"), dict):
         yield from _of_tokenizer(tokenizer)
 
@@ -156,17 +150,6 @@ def _named(
             yield f"{key}.{name}", name, block, key, registered
 
 
-def _unknown_name(where: str, name: Any, kind: str, registered: Iterable[str]) -> Unknown:
-    names = sorted(registered)
-    shown = listed(names, _SHOWN_NAMES, "")
-    place = where if kind in _MANY else f"{where}.name"
-    hint = nearest(name, names) if isinstance(name, str) else ""
-    return Unknown(
-        f"{place}: {ascii_repr(name)} is in no registry of {kind}.{hint}",
-        f"Write one of {shown}; or register yours in a file of code_paths.",
-    )
-
-
 # --- Arguments. ---
 
 
@@ -176,8 +159,8 @@ def _unread(
     names: Collection[str],
     block: dict[Any, Any],
     read_too: Collection[str] | None = None,
-) -> Iterator[Unknown]:
-    """Yields the arguments of a block that nobody reads.
+) -> Iterator[str]:
+    """Yields sentences about the arguments of a block that nobody reads.
 
     Args:
         where: the block's place in the run.
@@ -195,15 +178,11 @@ def _unread(
         # Words of a source are no argument's name as a rule, those with an underscore may be.
         more = [name for name in read_too or () if "_" in name]
         hint = (nearest(key, names) or nearest(key, more)) if isinstance(key, str) else ""
-        yield Unknown(
-            f"{where}: {title} has no argument {ascii_repr(key)}.{left_out}{hint}",
-            f"Write one of {shown}." if shown else "Take it out: there are no arguments.",
-            block,
-            key,
-        )
+        cure = f"Write one of {shown}." if shown else "Take it out: there are no arguments."
+        yield f"{where}: {title} has no argument {ascii_repr(key)}.{left_out}{hint} {cure}"
 
 
-def _of_part(where: str, called: Any, block: dict[Any, Any]) -> Iterator[Unknown]:
+def _of_part(where: str, name: str, called: Any, block: dict[Any, Any]) -> Iterator[str]:
     title = getattr(called, "__name__", str(called))
     names = _arguments_of(called)
     if names is not None:
@@ -213,10 +192,10 @@ def _of_part(where: str, called: Any, block: dict[Any, Any]) -> Iterator[Unknown
     dataset = block.get("dataset")
     is_known = getattr(called, "__module__", "").startswith("llmfoundry.")
     if "_loader" in where and isinstance(dataset, dict) and is_known:
-        yield from _of_dataset(where, called, dataset, block["name"])
+        yield from _of_dataset(where, called, dataset, name)
 
 
-def _of_mpt(model: Any, block: dict[Any, Any]) -> Iterator[Unknown]:
+def _of_mpt(model: Any, block: dict[Any, Any]) -> Iterator[str]:
     """Checks the blocks of a model whose `**kwargs` go to the configuration of an MPT."""
     from llmfoundry.layers_registry import attention_classes, param_init_fns
     from llmfoundry.models import mpt
@@ -244,7 +223,7 @@ def _of_mpt(model: Any, block: dict[Any, Any]) -> Iterator[Unknown]:
             yield from _unread(f"model.{key}", part.__name__, [*defaults, *own], given, too)
 
 
-def _of_dataset(where: str, builder: Any, block: dict[Any, Any], name: str) -> Iterator[Unknown]:
+def _of_dataset(where: str, builder: Any, block: dict[Any, Any], name: str) -> Iterator[str]:
     """Checks the block of a data set, of which LLM Foundry's functions each read some keys."""
     from llmfoundry import registry
     from streaming import StreamingDataset
@@ -256,7 +235,7 @@ def _of_dataset(where: str, builder: Any, block: dict[Any, Any], name: str) -> I
     yield from _unread(f"{where}.dataset", name, names, block, words)
 
 
-def _of_tokenizer(block: dict[Any, Any]) -> Iterator[Unknown]:
+def _of_tokenizer(block: dict[Any, Any]) -> Iterator[str]:
     """Checks the arguments of a tokenizer whose class is known without the network."""
     from llmfoundry import registry
     from transformers.models.auto import tokenization_auto

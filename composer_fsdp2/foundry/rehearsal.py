@@ -45,7 +45,7 @@ from llmfoundry.utils.config_utils import (
     process_init_device,
 )
 from llmfoundry.utils.registry_utils import import_file, save_registry
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 from streaming import StreamingDataset
 from torch import nn
 from transformers import modeling_utils
@@ -53,9 +53,8 @@ from transformers import modeling_utils
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.foundry.cluster import LAUNCHED, Cluster, environment
-from composer_fsdp2.foundry.findings import Finding, Findings
-from composer_fsdp2.foundry.names import unknown_keys, unknown_parts
-from composer_fsdp2.foundry.registered import register
+from composer_fsdp2.foundry.findings import Findings
+from composer_fsdp2.foundry.registered import register, register_names
 from composer_fsdp2.parallel.division import Division, GroupSizes
 from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -92,10 +91,9 @@ class Parts:
 
 
 @dataclass(slots=True, kw_only=True)
-class Rehearsal:
-    """Result of a rehearsal."""
+class Rehearsal(Findings):
+    """What is wrong with a run, and what could be made of it."""
 
-    findings: list[Finding]
     units: WrapPlan | None = None
     """of a run with FSDP2 whose model could be built"""
     sizes: GroupSizes | None = None
@@ -115,20 +113,20 @@ def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
         cfg: the run with its overrides, interpolations as they are written.
         cluster: where it would take place.
     """
-    notes = Findings()
-    found = Rehearsal(findings=notes.found)
+    found = Rehearsal()
     # With no rows of its own, `installed` takes back the rows that the config transform installs.
     with save_registry(), engine.installed(()):
         register()
-        with notes.step("code_paths", f"Correct the file or its path, read from {os.getcwd()}."):
+        with found.step("code_paths", f"Correct the file or its path, read from {os.getcwd()}."):
             paths = cfg.get("code_paths")
             for path in paths if isinstance(paths, ListConfig) else ():
                 import_file(path)
-        read = _read_config(notes, cfg, cluster)
+        register_names()  # after those of `code_paths`, which may take out keys of their own
+        read = _read_config(found, cfg, cluster)
         for name in LAUNCHED:
             os.environ.pop(name, None)
         if read is not None:
-            _build(notes, found, *read, cluster)
+            _build(found, *read, cluster)
     return found
 
 
@@ -136,106 +134,77 @@ def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
 
 
 def _read_config(
-    notes: Findings, cfg: DictConfig, cluster: Cluster
+    found: Rehearsal, cfg: DictConfig, cluster: Cluster
 ) -> tuple[Any, dict[str, Any]] | None:
     """Reads the run as LLM Foundry does; returns its configuration, and the one for loggers."""
-    # Last, as in a run: another transform may take out a key of its own.
-    note_unknown = functools.partial(_note_unknown, notes)
-    transforms = [
-        *map(registry.config_transforms.get, registry.config_transforms.get_all()),
-        note_unknown,
-    ]
     given = copy.deepcopy(cfg)
     # Goes on with a batch that can be divided, to find what else there is.
     for batch in (None, cluster.ranks):
         if batch is not None:
             given["global_train_batch_size"] = batch
-        with notes.step("The configuration"), environment(cluster.first_rank()):
+        with found.step("The configuration"), environment(cluster.first_rank()):
             logged, config = make_dataclass_and_log_config(
-                given, TrainConfig, TRAIN_CONFIG_KEYS, transforms=transforms
+                given, TrainConfig, TRAIN_CONFIG_KEYS, transforms="all"
             )
             return config, logged
         if "global_train_batch_size" not in given:
             break
-    with notes.step("The configuration"):
-        plain: Any = OmegaConf.to_container(cfg, resolve=True)
-        _note_unknown(notes, plain)  # a key that is missing may be a misspelt one
     return None
-
-
-def _note_unknown(notes: Findings, cfg: dict[str, Any]) -> dict[str, Any]:
-    """Notes what nobody reads, and takes it out: it hides what else is wrong."""
-    cfg = copy.deepcopy(cfg)
-    for unknown in [*unknown_keys(cfg, TRAIN_CONFIG_KEYS), *unknown_parts(cfg)]:
-        notes.add(unknown.what, unknown.advice)
-        if unknown.block is not None:
-            del unknown.block[unknown.key]
-    return cfg
 
 
 # --- The parts of the run, in the order of LLM Foundry. ---
 
 
-def _build(
-    notes: Findings, found: Rehearsal, config: Any, logged: dict[str, Any], cluster: Cluster
-) -> None:
-    with notes.step("The configuration"):
+def _build(found: Rehearsal, config: Any, logged: dict[str, Any], cluster: Cluster) -> None:
+    with found.step("The configuration"):
         validate_config(copy.deepcopy(config))
-    tokenizer = _build_tokenizer(notes, config.tokenizer)
-    scheduler = None
-    with notes.step("scheduler"):
-        scheduler = _named(builders.build_scheduler, config.scheduler)
+    tokenizer = scheduler = optimizer = None
+    with found.step("tokenizer"):
+        name, kwargs = config.tokenizer["name"], dict(config.tokenizer.get("kwargs") or {})
+        if name in registry.tokenizers:
+            tokenizer = builders.build_tokenizer(name, kwargs)
+        elif _is_here(found, "tokenizer.name", name):
+            tokenizer = builders.build_tokenizer(name, {**kwargs, "local_files_only": True})
+    with found.step("scheduler"):
+        settings = copy.deepcopy(dict(config.scheduler))
+        scheduler = builders.build_scheduler(settings.pop("name"), settings)
     own = {n: block for n, block in (config.loggers or {}).items() if n not in _REACH_OUT}
-    loggers = _build_each(notes, "loggers", own, builders.build_logger)
+    loggers = _build_each(found, "loggers", own, builders.build_logger)
     build_callback = functools.partial(builders.build_callback, train_config=logged)
-    callbacks = _build_each(notes, "callbacks", config.callbacks, build_callback)
-    algorithms = _build_each(notes, "algorithms", config.algorithms, builders.build_algorithm)
+    callbacks = _build_each(found, "callbacks", config.callbacks, build_callback)
+    algorithms = _build_each(found, "algorithms", config.algorithms, builders.build_algorithm)
 
+    batch_size = config.device_train_batch_size
+    loader = _build_loader(found, "train_loader", config.train_loader, tokenizer, batch_size)
     several = enumerate(config.eval_loaders or ())
-    blocks = {"train_loader": config.train_loader, "eval_loader": config.eval_loader}
-    blocks |= {f"eval_loader[{number}]": block for number, block in several}
-    loader = None
-    for where, block in blocks.items():
-        trains = where == "train_loader"
-        size = config.device_train_batch_size if trains else config.device_eval_batch_size
-        built = _build_loader(notes, where, block or {}, tokenizer, size)
-        loader = built if trains else loader
+    blocks = {f"eval_loader[{number}]": block for number, block in several}
+    for where, block in {"eval_loader": config.eval_loader, **blocks}.items():
+        _build_loader(found, where, block or {}, tokenizer, config.device_eval_batch_size)
 
-    model = _build_model(notes, found, config, tokenizer, cluster)
+    model = _build_model(found, config, tokenizer, cluster)
     run_name = config.run_name or os.environ.get("RUN_NAME") or "rehearsal"
-    _check_arguments(notes, config, algorithms, run_name, cluster)
+    _check_arguments(found, config, algorithms, run_name, cluster)
     if model is None:
         return
-    optimizer = None
-    with notes.step("optimizer"):
-        settings = dict(config.optimizer)
+    with found.step("optimizer"):
+        settings = copy.deepcopy(dict(config.optimizer))
         if config.model.get("init_device", "cpu") == "cpu":
             settings.pop("fused", None)  # torch refuses it on meta alone
-        optimizer = _named(functools.partial(builders.build_optimizer, model), settings)
-    given: dict[str, Any] = {
-        "algorithms": algorithms,
-        "callbacks": callbacks,
-        "optimizers": optimizer,
-    }
-    with notes.step("The Trainer"):
+        optimizer = builders.build_optimizer(model, settings.pop("name"), settings)
+    given = {"algorithms": algorithms, "callbacks": callbacks, "optimizers": optimizer}
+    with found.step("The Trainer"):
         state = State(model=model, rank_zero_seed=0, run_name=run_name, device=DeviceCPU(), **given)
-        _start(notes, config, state, Logger(state, loggers), scheduler, loader)
+        _start(found, config, state, Logger(state, loggers), scheduler, loader)
     if (config.fsdp_config or {}).get("version") == 2:
-        _plan(notes, found, config, model, given, cluster)
-
-
-def _named(build: Callable[[str, dict[str, Any]], Any], block: Mapping[str, Any]) -> Any:
-    """Calls a builder of LLM Foundry with the name in a block, and the rest of it."""
-    settings = copy.deepcopy(dict(block))
-    return build(settings.pop("name"), settings)
+        _plan(found, config, model, given, cluster)
 
 
 def _build_each(
-    notes: Findings, where: str, blocks: Any, build: Callable[[str, dict[str, Any]], Any]
+    found: Rehearsal, where: str, blocks: Any, build: Callable[[str, dict[str, Any]], Any]
 ) -> list[Any]:
     built: list[Any] = []
     for name, settings in (blocks or {}).items():
-        with notes.step(f"{where}.{name}"):
+        with found.step(f"{where}.{name}"):
             built.append(build(str(name), dict(copy.deepcopy(settings) or {})))
     return built
 
@@ -243,25 +212,15 @@ def _build_each(
 # --- Names of the Hugging Face hub, and data. ---
 
 
-def _build_tokenizer(notes: Findings, block: Mapping[str, Any]) -> Any:
-    with notes.step("tokenizer"):
-        name, kwargs = block["name"], dict(block.get("kwargs") or {})
-        if name in registry.tokenizers:
-            return builders.build_tokenizer(name, kwargs)
-        if _is_here(notes, "tokenizer.name", name):
-            return builders.build_tokenizer(name, {**kwargs, "local_files_only": True})
-    return None
-
-
-def _is_here(notes: Findings, where: str, name: str) -> bool:
+def _is_here(found: Rehearsal, where: str, name: str) -> bool:
     """Returns whether a model or tokenizer is a folder or in the local cache; asks no hub."""
     files = ("config.json", "tokenizer_config.json", "tokenizer.json")
-    with notes.step(where, f"There is no such folder in {os.getcwd()} either. Correct the path."):
+    with found.step(where, f"There is no such folder in {os.getcwd()} either. Correct the path."):
         if Path(name).is_dir():
             return True
         if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
             return True
-        notes.add(
+        found.add(
             f"{where}: '{name}' is no folder and not in the local cache of the Hugging Face hub, "
             "which is not asked. What depends on it is not checked.",
             "Correct the name, or download it first to have it checked here.",
@@ -271,14 +230,14 @@ def _is_here(notes: Findings, where: str, name: str) -> bool:
 
 
 def _build_loader(
-    notes: Findings, where: str, block: Mapping[str, Any], tokenizer: Any, batch_size: Any
+    found: Rehearsal, where: str, block: Mapping[str, Any], tokenizer: Any, batch_size: Any
 ) -> Any | None:
     """Builds a loader and a batch where that needs neither the network nor minutes."""
     block = {key: value for key, value in copy.deepcopy(dict(block)).items() if key != "label"}
     dataset = block.get("dataset")
     if "://" in str(block) or not isinstance(dataset, dict):
         return None
-    with notes.step(where, f"Correct it there; paths are read from {os.getcwd()}."):
+    with found.step(where, f"Correct it there; paths are read from {os.getcwd()}."):
         name, kwargs = dataset.get("hf_name"), dataset.get("hf_kwargs") or {}
         if name is not None:
             # Finds the files. LLM Foundry would go on to tokenize all of them.
@@ -300,26 +259,26 @@ def _build_loader(
 
 
 def _build_model(
-    notes: Findings, found: Rehearsal, config: Any, tokenizer: Any, cluster: Cluster
+    found: Rehearsal, config: Any, tokenizer: Any, cluster: Cluster
 ) -> ComposerModel | None:
     """Builds the model without its weights."""
     init = config.model.get("init_device", "cpu")
     is_sharded = (config.fsdp_config or {}).get("version") == 2 or cluster.ranks > 1
-    with notes.step("model.init_device", "Write cpu, mixed or meta."):
+    with found.step("model.init_device", "Write cpu, mixed or meta."):
         fsdp = copy.deepcopy(config.fsdp_config) if is_sharded else None
         process_init_device(copy.deepcopy(config.model), fsdp, config.tp_config)
     name = config.model.get("pretrained_model_name_or_path")
-    if name is not None and not _is_here(notes, "model.pretrained_model_name_or_path", name):
+    if name is not None and not _is_here(found, "model.pretrained_model_name_or_path", name):
         return None
     model = None
-    with notes.step("model", _NEEDS_VALUES if init == "meta" else ""):
+    with found.step("model", _NEEDS_VALUES if init == "meta" else ""):
         try:
             # What cpu builds on every rank, and mixed on the first, is built here as on the second.
             model = _on_meta(config, tokenizer, "meta" if init == "meta" else "mixed")
         except Exception as error:
             if init != "cpu" or "meta tensor" not in str(error):
                 raise
-            notes.add(
+            found.add(
                 f"model: it cannot be built here, where weights have no values ({error}). The run "
                 "builds it with values, and there is no plan to show.",
                 "Nothing: init_device: cpu is right for it.",
@@ -333,12 +292,12 @@ def _build_model(
         quiet = Findings()
         with quiet.step("model"):
             _on_meta(config, tokenizer, "meta")
-        found.builds_on_meta = not quiet.found
+        found.builds_on_meta = not quiet.findings
     flash = any(getattr(module, "attn_impl", None) == "flash" for module in model.modules())
     installed = attention.is_flash_v1_installed() or attention.is_flash_v2_installed()
     if flash and not installed:
         is_here = torch.cuda.is_available() or not cluster.on_gpus
-        notes.add(
+        found.add(
             "model.attn_config.attn_impl is flash (LLM Foundry's default), and the package "
             "flash_attn is not installed. The first batch would stop with a NameError.",
             "Write attn_impl: torch, or install flash-attn.",
@@ -383,24 +342,24 @@ def _on_meta(config: Any, tokenizer: Any, init_device: str) -> ComposerModel:
 
 
 def _check_arguments(
-    notes: Findings, config: Any, algorithms: list[Any], run_name: str, cluster: Cluster
+    found: Rehearsal, config: Any, algorithms: list[Any], run_name: str, cluster: Cluster
 ) -> None:
     intervals = (
         ["eval_interval"] if config.save_folder is None else ["eval_interval", "save_interval"]
     )
     for key in intervals:
-        with notes.step(key, _TIME):
+        with found.step(key, _TIME):
             create_interval_scheduler(getattr(config, key))
     if cluster.on_gpus:
         known = ", ".join(precision.value for precision in Precision)
-        with notes.step("precision", f"Write one of {known}."):
+        with found.step("precision", f"Write one of {known}."):
             Precision(config.precision)
     if config.compile_config is not None:
-        with notes.step("compile_config"):
+        with found.step("compile_config"):
             torch.compile(nn.Identity(), **config.compile_config)  # compiles when it is called
     for algorithm in algorithms:
         if isinstance(algorithm, GradientClipping):
-            with notes.step("algorithms.gradient_clipping"):
+            with found.step("algorithms.gradient_clipping"):
                 threshold = algorithm.clipping_threshold
                 apply_gradient_clipping(
                     nn.Linear(1, 1), algorithm.clipping_type, threshold, fsdp_enabled=False
@@ -409,7 +368,7 @@ def _check_arguments(
                     raise ValueError(
                         f"a clipping_threshold of {threshold} turns gradients round, or to 0"
                     )
-    with notes.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
+    with found.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
         path = config.load_path
         if path is not None and "://" not in path:
             os.stat(format_name_with_dist(path, run_name))
@@ -421,7 +380,7 @@ def _check_arguments(
             # The rights do not tell it of a system that is read-only, or to the superuser.
             os.rmdir(tempfile.mkdtemp(dir=there))
         except OSError as error:
-            notes.add(
+            found.add(
                 f"save_folder: '{there}' cannot be written: {error.strerror}. The first save would "
                 "stop the run.",
                 "Write another folder.",
@@ -429,19 +388,19 @@ def _check_arguments(
 
 
 def _start(
-    notes: Findings, config: Any, state: State, logger: Logger, scheduler: Any, loader: Any
+    found: Rehearsal, config: Any, state: State, logger: Logger, scheduler: Any, loader: Any
 ) -> None:
     """Starts as the Trainer does: algorithms change the model, and the scheduler reads times."""
     model: Any = state.model
     model.logger = logger
     for algorithm in state.algorithms:
-        with notes.step(f"algorithms: {type(algorithm).__name__}"):
+        with found.step(f"algorithms: {type(algorithm).__name__}"):
             if algorithm.match(Event.INIT, state):
                 algorithm.apply(Event.INIT, state, logger)
-    with notes.step("max_duration", _TIME):
+    with found.step("max_duration", _TIME):
         state.max_duration = ensure_time(config.max_duration, TimeUnit.EPOCH)
         if scheduler is not None and loader is not None:
-            with notes.step("scheduler"):
+            with found.step("scheduler"):
                 state.set_dataloader(loader, "train")
                 scheduler(state)
 
@@ -450,12 +409,7 @@ def _start(
 
 
 def _plan(
-    notes: Findings,
-    found: Rehearsal,
-    config: Any,
-    model: ComposerModel,
-    given: Mapping[str, Any],
-    cluster: Cluster,
+    found: Rehearsal, config: Any, model: ComposerModel, given: Mapping[str, Any], cluster: Cluster
 ) -> None:
     """Decides how FSDP2 would shard the model, and changes nothing."""
     device: Any = get_device("cpu")
@@ -463,7 +417,7 @@ def _plan(
     if cluster.on_gpus:
         # Building a GPU's device chooses the GPU, which may not be here.
         device = get_device("gpu") if has_gpu else object.__new__(DeviceGPU)
-    with notes.step("parallelism_config.fsdp2"), environment(cluster.first_rank()):
+    with found.step("parallelism_config.fsdp2"), environment(cluster.first_rank()):
         ours = ("version", "sync_module_states")
         settings = parse_config({k: v for k, v in config.fsdp_config.items() if k not in ours})
         if settings.fp8 and cluster.on_gpus and not has_gpu:

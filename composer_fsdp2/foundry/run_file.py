@@ -157,29 +157,6 @@ def read_yaml(path: Path, *, jobs: bool = True) -> DictConfig:
         ConfigError: there is no such file, it holds no settings, or it is a job file and may not.
     """
     from omegaconf import DictConfig, OmegaConf
-
-    cfg = _read_file(path)
-    own = any(key in cfg for key in ("model", *_BLOCKS))
-    if own or not isinstance(read_setting(cfg, _INSIDE), DictConfig):
-        return cfg
-    if not jobs:
-        raise ConfigError(
-            f"'{path}' is a job file: its run stands under '{_INSIDE}'. LLM Foundry reads a run at "
-            f"the top of a file, and would find none. Write what is under '{_INSIDE}' to a file of "
-            "its own and give that."
-        )
-    # The platform hands it on as a file, in which `${...}` start from its own top.
-    run: Any = OmegaConf.create(OmegaConf.to_container(cfg[_INSIDE], resolve=False))
-    return run
-
-
-def _read_file(path: Path) -> DictConfig:
-    """Reads a YAML file, interpolations as they are written.
-
-    Raises:
-        ConfigError: there is no such file, or it holds no settings.
-    """
-    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -207,7 +184,18 @@ def _read_file(path: Path) -> DictConfig:
             f"'{path}' holds no settings. A run needs keys such as model and train_loader. "
             "Write them, or start from yamls/quickstart.yaml."
         )
-    return cfg
+    own = any(key in cfg for key in ("model", *_BLOCKS))
+    if own or not isinstance(read_setting(cfg, _INSIDE), DictConfig):
+        return cfg
+    if not jobs:
+        raise ConfigError(
+            f"'{path}' is a job file: its run stands under '{_INSIDE}'. LLM Foundry reads a run at "
+            f"the top of a file, and would find none. Write what is under '{_INSIDE}' to a file of "
+            "its own and give that."
+        )
+    # The platform hands it on as a file, in which `${...}` start from its own top.
+    run: Any = OmegaConf.create(OmegaConf.to_container(cfg[_INSIDE], resolve=False))
+    return run
 
 
 def merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:

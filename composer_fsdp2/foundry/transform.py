@@ -101,11 +101,23 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: an unknown key, two places for one thing, or wrong FSDP2 settings.
     """
-    from composer_fsdp2.config.group_size import with_keys_inside
+    from composer_fsdp2.config.group_size import BESIDE, with_keys_inside
 
     parsed = {key: value for key, value in cfg.items() if key != _BLOCK}
     given = {} if cfg.get(_BLOCK) is None else cfg[_BLOCK]
-    _check_block(given)
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"'{_BLOCK}' is {given!r}, but it takes a mapping. Nothing in it could be applied. "
+            f"Write {_BLOCK}: {{fsdp2: {{}}}} for FSDP2 with default settings."
+        )
+    unknown = [str(key) for key in given if key not in (*_PLACES, *BESIDE)]
+    if unknown:
+        names = ", ".join(f"'{name}'" for name in unknown)
+        hint = "".join(nearest(name, _PLACES) for name in unknown)
+        raise ConfigError(
+            f"{_BLOCK} does not know {names}. The run would train as if it were not there."
+            f"{hint} Write {' or '.join(_PLACES)}."
+        )
     given = with_keys_inside(given)
     for key, value in given.items():
         if value is not None or key == "fsdp2":
@@ -152,24 +164,6 @@ def fsdp2_settings(parsed: Mapping[str, Any]) -> FSDP2Config:
     return parse_config({k: v for k, v in parsed["fsdp_config"].items() if k != _MARKER})
 
 
-def _check_block(block: Any) -> None:
-    if not isinstance(block, Mapping):
-        raise ConfigError(
-            f"'{_BLOCK}' is {block!r}, but it takes a mapping. Nothing in it could be applied. "
-            f"Write {_BLOCK}: {{fsdp2: {{}}}} for FSDP2 with default settings."
-        )
-    from composer_fsdp2.config.group_size import BESIDE
-
-    unknown = [str(key) for key in block if key not in (*_PLACES, *BESIDE)]
-    if unknown:
-        names = ", ".join(f"'{name}'" for name in unknown)
-        hint = "".join(nearest(name, _PLACES) for name in unknown)
-        raise ConfigError(
-            f"{_BLOCK} does not know {names}. The run would train as if it were not there."
-            f"{hint} Write {' or '.join(_PLACES)}."
-        )
-
-
 def _check_free(parsed: Mapping[str, Any], block: Mapping[str, Any], key: str) -> None:
     """Refuses two places for one thing: either could win without a word."""
     place = _PLACES[key]
@@ -207,15 +201,14 @@ def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
     `pretrained_weights`, null too, is followed as it is.
     """
     model, block = parsed.get("model"), parsed["fsdp_config"]
-    if _PRETRAINED in block or not isinstance(model, Mapping):
+    is_open = _PRETRAINED not in block and isinstance(model, Mapping)
+    folder = _sliceable_folder(model) if is_open else None
+    if folder is None:
         return dict(parsed)
-    folder = _sliceable_folder(model)
     sliced = {**block, _PRETRAINED: str(folder)}
     try:
         fsdp2_settings({"fsdp_config": sliced})
     except ConfigError:  # not all settings go with it
-        return dict(parsed)
-    if folder is None:
         return dict(parsed)
     if os.environ.get("RANK", "0") == "0":
         print(
@@ -233,7 +226,13 @@ def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sliceable_folder(model: Mapping[str, Any]) -> Path | None:
-    """Returns the folder of a pretrained model that needs nothing else of `from_pretrained`."""
+    """Returns the folder of a pretrained model that needs nothing else of `from_pretrained`.
+
+    A name of the hub is looked up in the local cache, without asking the hub, and only where all
+    ranks are on one node: another node's cache may hold something else.
+    """
+    from huggingface_hub import snapshot_download
+
     name: Any = model.get("pretrained_model_name_or_path")
     wanted = (
         model.get("name") == "hf_causal_lm"
@@ -244,32 +243,19 @@ def _sliceable_folder(model: Mapping[str, Any]) -> Path | None:
     )
     if not wanted:
         return None
-    folder = Path(name) if Path(name).is_dir() else _cached(name)
-    if folder is None or not any((folder / file).is_file() for file in _WEIGHT_FILES):
+    folder = Path(name)
+    if not folder.is_dir() and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return None
     try:
+        if not folder.is_dir():
+            folder = Path(snapshot_download(name, local_files_only=True))
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # the hub's too, for no such name and for one not in the cache
         return None  # transformers says it better
     # The folder's weights are those of the model its config describes.
     plain = isinstance(config, dict) and not any(config.get(key) for key in _NOT_PLAIN)
-    return folder if plain else None
-
-
-def _cached(name: str) -> Path | None:
-    """Returns the folder of a name of the hub in the local cache, without asking the hub.
-
-    Only where all ranks are on one node: another node's cache may hold something else.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        return None
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
+    has_weights = any((folder / file).is_file() for file in _WEIGHT_FILES)
+    return folder if plain and has_weights else None
 
 
 # --- Ranks that compute one batch together. ---

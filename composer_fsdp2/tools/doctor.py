@@ -112,12 +112,13 @@ class Run:
 
 
 def mesh_of(run: Run) -> MeshShape | None:
-    """Returns the mesh of a run under FSDP2; `None` without one.
-
-    Raises:
-        ConfigError: the degrees do not fit the number of ranks.
-    """
-    return None if run.settings is None else MeshShape.resolve(run.settings, run.ranks)
+    """Returns the mesh of a run under FSDP2; `None` where its degrees do not fit the ranks."""
+    if run.settings is None:
+        return None
+    try:
+        return MeshShape.resolve(run.settings, run.ranks)
+    except ConfigError:
+        return None
 
 
 def memory_findings(found: Forecast, gpu: Gpu) -> Iterator[Finding]:
@@ -167,13 +168,7 @@ def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()
                         asked, machine.environment, machine.nccl, one_node=one_node
                     )
                 )
-    for finding in rehearsed:
-        # The name of a step stands before what is said already.
-        known = (
-            finding.advice == other.advice and finding.what.endswith(other.what) for other in found
-        )
-        if not any(known):
-            found.append(finding)
+    found += [finding for finding in rehearsed if finding not in found]
     return sorted(found, key=lambda finding: finding.level != "problem")
 
 
@@ -223,11 +218,10 @@ def _members(machine: Machine) -> Iterator[Finding]:
     for feature in dict.fromkeys(member.feature for member in missing):
         names = ", ".join(member.title for member in missing if member.feature == feature)
         needed = feature == EVERY_RUN
-        what = "Runs with FSDP2 stop" if needed else f"Runs with {feature} stop"
         yield Finding(
             "problem" if needed else "warning",
-            f"torch {machine.versions.get('torch')} has no {names}. {what} at the start with a "
-            "PatchError.",
+            f"torch {machine.versions.get('torch')} has no {names}. Runs with "
+            f"{'FSDP2' if needed else feature} stop at the start with a PatchError.",
             "Install a torch this package was tested with (2.7 to 2.15)"
             + ("." if needed else f", or leave {feature} out."),
         )
@@ -470,18 +464,19 @@ def report_lines(
     for found in findings:
         what = _wrapped(f"{found.level}: ", found.what)
         lines += [(text, _COLOURS[found.level]) for text in what]
-        lines += _plain(_wrapped("  do: ", found.advice))
-    about_run = [] if run is None else [*_plain(["The run:"]), *_labelled(describe_run(run))]
+        lines += [(text, None) for text in _wrapped("  do: ", found.advice)]
+    about_run = [] if run is None else ["The run:", *_labelled(describe_run(run))]
     installed = _installation_lines(machine)
     room = _MOST - len(lines) - len(installed)
     if not verbose and len(about_run) > room:
         kept = max(room - 1, 0)
         more = f"... {len(about_run) - kept} more lines about the run with --verbose"
-        about_run = [*about_run[:kept], *([(more, None)] if room > 0 else [])]
-    return lines + about_run + installed + _relied_on(machine, verbose=verbose)
+        about_run = [*about_run[:kept], more][: max(room, 0)]
+    plain = [*about_run, *installed, *_relied_on(machine, verbose=verbose)]
+    return lines + [(text, None) for text in plain]
 
 
-def _installation_lines(machine: Machine) -> list[Line]:
+def _installation_lines(machine: Machine) -> list[str]:
     names = [f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in machine.gpus]
     kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     versions = (f"{name} {version or 'is missing'}" for name, version in machine.versions.items())
@@ -500,7 +495,7 @@ def _installation_lines(machine: Machine) -> list[Line]:
     )
 
 
-def _relied_on(machine: Machine, *, verbose: bool) -> list[Line]:
+def _relied_on(machine: Machine, *, verbose: bool) -> list[str]:
     """Returns places in Composer and internals of torch: all of them, or those that do not fit."""
     patches = [patch for patch in machine.patches if verbose or patch.problem]
     members = [state for state in machine.members if verbose or not state.found]
@@ -516,25 +511,26 @@ def _relied_on(machine: Machine, *, verbose: bool) -> list[Line]:
     for state in members:
         title = state.member.title if state.found else f"{state.member.title} (MISSING)"
         rows.setdefault(state.member.feature, []).append(title)
-    named = [(feature, ", ".join(dict.fromkeys(titles))) for feature, titles in rows.items()]
-    return [*_plain(lines), *_labelled(named)]
+    named = ((feature, ", ".join(dict.fromkeys(titles))) for feature, titles in rows.items())
+    return [*lines, *_labelled(named)]
 
 
-def _plain(lines: Iterable[str]) -> list[Line]:
-    return [(line, None) for line in lines]
-
-
-def _labelled(rows: Iterable[tuple[str, str]]) -> list[Line]:
+def _labelled(rows: Iterable[tuple[str, str]]) -> list[str]:
     """Returns each label in its column; a longer label has its own space."""
     wrapped = (_wrapped(f"{label:{_LABEL - 1}} ", text, indent=_LABEL) for label, text in rows)
-    return _plain(line for lines in wrapped for line in lines)
+    return [line for lines in wrapped for line in lines]
 
 
 def _wrapped(start: str, text: str, indent: int = 5) -> list[str]:
-    # A path or a setting that is broken cannot be copied.
-    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    after = " " * indent
-    lines = textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=after, **whole)
+    lines = textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * indent,
+        # A path or a setting that is broken cannot be copied.
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return lines or [start.rstrip()]
 
 
@@ -572,14 +568,25 @@ def describe_run(run: Run) -> list[tuple[str, str]]:
     settings = run.settings
     if settings is None:
         return lines
+    shape = mesh_of(run)
+    if shape is None:
+        lines.append(("mesh", "none fits the ranks"))
+    else:
+        mesh, copy = shape.describe(), _grouped(run.ranks, shape.shard * shape.tensor)
+        if shape.tensor == 1:
+            outer = "" if shape.replicate is None else f"{_REPLICATE} {shape.replicate} x "
+            mesh = f"{outer}{_SHARD} {shape.shard}"
+        lines.append(("mesh", mesh))
+        if shape.tensor > 1:
+            lines.append(("", f"each layer on {_grouped(run.ranks, shape.tensor)}"))
+        lines.append(("", f"each copy on {copy}"))
     reshard, kind = settings.reshard_after_forward, settings.state_dict_type
     text = _RESHARDS.get(reshard, f"after forward, groups of {reshard} ranks keep one copy")
     init, known = run.value("model.init_device"), known_settings()
     return [
         *lines,
-        *_describe_mesh(run),
         ("reshard", f"{_written(reshard)}: {text}"),
-        ("precision", _describe_precision(run, settings)),
+        ("precision", _describe_precision(settings.mixed_precision, run.value("precision"))),
         ("state_dict_type", f"{kind}: {_STATE_DICTS[kind]}"),
         ("init_device", _INIT.get(init, str(init))),
         *(
@@ -588,21 +595,6 @@ def describe_run(run: Run) -> list[tuple[str, str]]:
             if name not in _OWN_LINES and value != known[name].default
         ),
     ]
-
-
-def _describe_mesh(run: Run) -> list[tuple[str, str]]:
-    try:
-        shape = mesh_of(run)
-    except ConfigError:
-        shape = None
-    if shape is None:
-        return [("mesh", "none fits the ranks")]
-    copy = ("", f"each copy on {_grouped(run.ranks, shape.shard * shape.tensor)}")
-    if shape.tensor > 1:
-        layer = ("", f"each layer on {_grouped(run.ranks, shape.tensor)}")
-        return [("mesh", shape.describe()), layer, copy]
-    outer = "" if shape.replicate is None else f"{_REPLICATE} {shape.replicate} x "
-    return [("mesh", f"{outer}{_SHARD} {shape.shard}"), copy]
 
 
 def _grouped(ranks: int, size: int) -> str:
@@ -614,8 +606,7 @@ def _grouped(ranks: int, size: int) -> str:
     return f"{size} {'ranks' if size > 1 else 'rank'}: {', '.join(groups)}{more}"
 
 
-def _describe_precision(run: Run, settings: FSDP2Config) -> str:
-    mixed, precision = settings.mixed_precision, run.value("precision")
+def _describe_precision(mixed: Any, precision: str) -> str:
     try:
         policy = resolve_precision(mixed, compute_dtype(precision))
     except ConfigError:

@@ -121,7 +121,7 @@ def test_a_misspelt_argument_is_said_with_those_there_are(
     settings["optimizer"] = {"name": name, "lr": 1e-3, misspelt: 0.1}
     code, said = doctor(settings)
     assert code == 1
-    assert f"has no argument '{misspelt}'. Did you mean '{meant}'? do: Write one of" in said
+    assert f"has no argument '{misspelt}'. do: Did you mean '{meant}'? Write one of" in said
 
 
 @pytest.mark.matrix
