@@ -92,16 +92,7 @@ def convert(
     from composer_fsdp2.checkpoint.staging import check_destination
 
     with reported():
-        if weights == "trained" and to != "full":
-            raise ConfigError(
-                f"--weights trained is given with --to {to}. Only whole weights can be exchanged. "
-                "Write --to full, and convert the file again if need be."
-            )
-        if to != "hf" and (dtype or config):
-            raise ConfigError(
-                f"--dtype or --config is given with --to {to}. It would have no effect: a "
-                "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
-            )
+        _check_options(to, trained=weights == "trained", for_hf=bool(dtype or config))
         max_bytes, remarks = _bytes(max_shard_size), list[str]()
         try:
             check_destination(destination, folder=to != "full")
@@ -118,18 +109,17 @@ def convert(
                     )
         except KeyboardInterrupt:
             raise CheckpointError(
-                f"Interrupted before '{destination}' was complete. Nothing is left of it, because "
-                "half a checkpoint is none. Convert again."
+                f"Interrupted, and '{destination}' is not whole. Nothing of it is left. Try again."
             ) from None
         files = [item for item in destination.rglob("*") if item.is_file()] or [destination]
         sizes = {item.name: item.stat().st_size for item in sorted(files)}
         if as_json:
             _print_json({"path": str(destination), "files": sizes, "remarks": remarks})
-            return
-        for remark in remarks:
-            say(f"[yellow]{escape(remark)}[/]")
-        total = size_text(sum(sizes.values()))
-        typer.echo(f"Wrote {destination}: {_count(len(sizes), 'file')}, {total}")
+        else:
+            for remark in remarks:
+                say(f"[yellow]{escape(remark)}[/]")
+            total = size_text(sum(sizes.values()))
+            typer.echo(f"Wrote {destination}: {_count(len(sizes), 'file')}, {total}")
 
 
 @app.command(help="Read all of a checkpoint and compare it with its checksums; exit code 0 or 1.")
@@ -173,6 +163,19 @@ def diff(
             lines = _LINES if not everything else None
             typer.echo("\n".join(_differences(found, first, second, lines)))
         raise typer.Exit(ExitCode.OK if found["equal"] else ExitCode.FAILED)
+
+
+def _check_options(to: str, *, trained: bool, for_hf: bool) -> None:
+    if trained and to != "full":
+        raise ConfigError(
+            f"--weights trained is given with --to {to}. Only whole weights can be exchanged. "
+            "Write --to full, and convert the file again if need be."
+        )
+    if for_hf and to != "hf":
+        raise ConfigError(
+            f"--dtype or --config is given with --to {to}. It would have no effect: a "
+            "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
+        )
 
 
 def _bytes(text: str) -> int:

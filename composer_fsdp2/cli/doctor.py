@@ -8,7 +8,6 @@ import os
 import platform
 import resource
 import socket
-import warnings
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -150,6 +149,7 @@ def diagnose(
                 path=str(config),
                 asks="FSDP2" if fsdp2 else other,
                 settings=fsdp2_settings(parsed) if fsdp2 else None,
+                written=parsed["fsdp_config"] if fsdp2 else {},
                 ranks=cluster.ranks,
                 ranks_per_node=cluster.ranks_per_node,
                 on_gpus=cluster.on_gpus,
@@ -235,8 +235,7 @@ def _read_machine() -> Machine:
     count = torch.cuda.device_count()
     devices = [torch.cuda.get_device_properties(number) for number in range(count)]
     read = (*_VARIABLES, *VARIABLES)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of imports, which is no news to who asks about a run
+    with quiet():  # warnings of imports are no news to who asks about a run
         patches = patch_states()
     return Machine(
         versions={
@@ -268,7 +267,7 @@ def print_report(report: Report, *, verbose: bool) -> None:
 
 
 def _print_json(report: Report, error: str | None = None) -> None:
-    from composer_fsdp2.tools.doctor import backend_of
+    from composer_fsdp2.tools.doctor import backend_of, mesh_of
 
     machine, run = report.machine, report.run
     document: dict[str, Any] = {
@@ -279,12 +278,7 @@ def _print_json(report: Report, error: str | None = None) -> None:
         "error": error,
     }
     if run is not None:
-        from composer_fsdp2.tools.doctor import mesh_of
-
-        try:
-            shape = mesh_of(run)
-        except ConfigError:
-            shape = None
+        shape = mesh_of(run)
         document["run"] = {
             **dataclasses.asdict(run),
             "nodes": run.nodes,

@@ -70,10 +70,9 @@ def parity(
             (old, new), overrides or [], ranks=ranks, allow_different=allow_different
         )
         limit, source = tolerance, "--tolerance"
-        if limit is None:  # that of the coarser precision
-            limits = {job.precision: tolerance_for(job.precision) for job in jobs}
-            coarsest = max(limits, key=lambda precision: limits[precision])
-            limit, source = limits[coarsest], f"the default for {coarsest}"
+        if limit is None:
+            coarser = max((job.precision for job in jobs), key=tolerance_for)
+            limit, source = tolerance_for(coarser), f"the default for {coarser}"
         folder = out or Path(tempfile.mkdtemp(prefix="composer-fsdp2-parity-"))
         try:
             folder.mkdir(parents=True, exist_ok=True)

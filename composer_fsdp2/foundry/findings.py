@@ -63,6 +63,10 @@ class Findings:
             for finding in findings_of(error):
                 self.add(finding.what, finding.advice)
         except (Exception, SystemExit) as error:
+            kind, begins = type(error).__name__, (f"{where}:", f"{where}.")
+            follows = isinstance(error, KeyError | TypeError) or kind == "RegistryError"
+            if follows and any(finding.what.startswith(begins) for finding in self.findings):
+                return  # from an unknown name or argument, which has been added
             if _is_of_network(error):
                 self.add(
                     f"{where}: {_told(error)}. This machine does not have it, and the network was "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -72,13 +73,6 @@ def forecast_run(
                 mesh=None,
                 transformations=TRANSFORMATIONS,
             )
-
-    def batch() -> dict[str, Any]:
-        """Makes full rows, as LLM Foundry's loaders of text do."""
-        ids = torch.zeros((rows, config.max_seq_len), dtype=torch.int64)
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
-
     named = (getattr(planned.plan, "modules", ()) for planned in plan.transformations)
     return forecast(
         parts.model,
@@ -89,7 +83,7 @@ def forecast_run(
                 settings, precision, steps_together=cluster.on_gpus and "optimizer" not in on_host
             ),
             on_gpus=cluster.on_gpus,
-            batch=batch,
+            batch=functools.partial(_full_batch, rows, config.max_seq_len),
             compute=compute_loss(precision),
             microbatches=math.ceil(size / rows),
             ahead=max(settings.forward_prefetch, settings.backward_prefetch),
@@ -139,3 +133,10 @@ def search_run(
         memory_gib=memory_gib,
         offloads=("none",) if has_experts else offloads,
     )
+
+
+def _full_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Makes full rows, as LLM Foundry's loaders of text do."""
+    ids = torch.zeros((rows, length), dtype=torch.int64)
+    mask = torch.ones((rows, length), dtype=torch.bool)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}

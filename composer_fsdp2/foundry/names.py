@@ -183,6 +183,9 @@ def _unread(
 
 
 def _of_part(where: str, name: str, called: Any, block: dict[Any, Any]) -> Iterator[str]:
+    from llmfoundry import registry
+    from streaming import StreamingDataset
+
     title = getattr(called, "__name__", str(called))
     names = _arguments_of(called)
     if names is not None:
@@ -192,7 +195,12 @@ def _of_part(where: str, name: str, called: Any, block: dict[Any, Any]) -> Itera
     dataset = block.get("dataset")
     is_known = getattr(called, "__module__", "").startswith("llmfoundry.")
     if "_loader" in where and isinstance(dataset, dict) and is_known:
-        yield from _of_dataset(where, called, dataset, name)
+        # LLM Foundry's functions each read some keys of a data set.
+        kinds = (registry.collators, registry.data_specs, registry.dataset_replication_validators)
+        readers = [called, *(part for kind in kinds for part in kind.get_all().values())]
+        words = {word for reader in readers for word in _words(inspect.getmodule(reader))}
+        names = ["max_seq_len", *_declared(StreamingDataset)[0]]
+        yield from _unread(f"{where}.dataset", name, names, dataset, words)
 
 
 def _of_mpt(model: Any, block: dict[Any, Any]) -> Iterator[str]:
@@ -221,18 +229,6 @@ def _of_mpt(model: Any, block: dict[Any, Any]) -> Iterator[str]:
             own = (name for name in _declared(part)[0] if name not in (*names, "module"))
             too = ("seq_parallel_world_size",)  # LLM Foundry takes it out if it is null
             yield from _unread(f"model.{key}", part.__name__, [*defaults, *own], given, too)
-
-
-def _of_dataset(where: str, builder: Any, block: dict[Any, Any], name: str) -> Iterator[str]:
-    """Checks the block of a data set, of which LLM Foundry's functions each read some keys."""
-    from llmfoundry import registry
-    from streaming import StreamingDataset
-
-    kinds = (registry.collators, registry.data_specs, registry.dataset_replication_validators)
-    readers = [builder, *(part for kind in kinds for part in kind.get_all().values())]
-    words = {word for reader in readers for word in _words(inspect.getmodule(reader))}
-    names = ["max_seq_len", *_declared(StreamingDataset)[0]]
-    yield from _unread(f"{where}.dataset", name, names, block, words)
 
 
 def _of_tokenizer(block: dict[Any, Any]) -> Iterator[str]:

@@ -45,7 +45,7 @@ from llmfoundry.utils.config_utils import (
     process_init_device,
 )
 from llmfoundry.utils.registry_utils import import_file, save_registry
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from streaming import StreamingDataset
 from torch import nn
 from transformers import modeling_utils
@@ -54,6 +54,7 @@ from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.foundry.cluster import LAUNCHED, Cluster, environment
 from composer_fsdp2.foundry.findings import Findings
+from composer_fsdp2.foundry.names import NAME
 from composer_fsdp2.foundry.registered import register, register_names
 from composer_fsdp2.parallel.division import Division, GroupSizes
 from composer_fsdp2.plan.unit_size import frozen_elements
@@ -92,7 +93,7 @@ class Parts:
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsal(Findings):
-    """What is wrong with a run, and what could be made of it."""
+    """Findings about a run, and the parts of it that could be built."""
 
     units: WrapPlan | None = None
     """of a run with FSDP2 whose model could be built"""
@@ -137,18 +138,23 @@ def _read_config(
     found: Rehearsal, cfg: DictConfig, cluster: Cluster
 ) -> tuple[Any, dict[str, Any]] | None:
     """Reads the run as LLM Foundry does; returns its configuration, and the one for loggers."""
-    given = copy.deepcopy(cfg)
-    # Goes on with a batch that can be divided, to find what else there is.
-    for batch in (None, cluster.ranks):
-        if batch is not None:
-            given["global_train_batch_size"] = batch
-        with found.step("The configuration"), environment(cluster.first_rank()):
-            logged, config = make_dataclass_and_log_config(
-                given, TrainConfig, TRAIN_CONFIG_KEYS, transforms="all"
-            )
-            return config, logged
-        if "global_train_batch_size" not in given:
-            break
+    with found.step("The configuration"), environment(cluster.first_rank()):
+        logged, config = make_dataclass_and_log_config(
+            cfg, TrainConfig, TRAIN_CONFIG_KEYS, transforms="all"
+        )
+        return config, logged
+    # Goes on with known keys and a batch that can be divided, to find what else there is.
+    with found.step("The configuration"), environment(cluster.first_rank()):
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+        known = (*TRAIN_CONFIG_KEYS, "parallelism_config")
+        given = {key: value for key, value in plain.items() if key in known}
+        if "global_train_batch_size" in given:
+            given["global_train_batch_size"] = cluster.ranks
+        others = [name for name in registry.config_transforms.get_all() if name != NAME]
+        logged, config = make_dataclass_and_log_config(
+            OmegaConf.create(given), TrainConfig, TRAIN_CONFIG_KEYS, transforms=others
+        )
+        return config, logged
     return None
 
 
@@ -191,7 +197,11 @@ def _build(found: Rehearsal, config: Any, logged: dict[str, Any], cluster: Clust
         if config.model.get("init_device", "cpu") == "cpu":
             settings.pop("fused", None)  # torch refuses it on meta alone
         optimizer = builders.build_optimizer(model, settings.pop("name"), settings)
-    given = {"algorithms": algorithms, "callbacks": callbacks, "optimizers": optimizer}
+    given: dict[str, Any] = {
+        "algorithms": algorithms,
+        "callbacks": callbacks,
+        "optimizers": optimizer,
+    }
     with found.step("The Trainer"):
         state = State(model=model, rank_zero_seed=0, run_name=run_name, device=DeviceCPU(), **given)
         _start(found, config, state, Logger(state, loggers), scheduler, loader)

@@ -84,14 +84,9 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         # https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/command_utils/train.py#L320
         vars(importlib.import_module("llmfoundry.command_utils.train"))["dist"].keeps = True
     parsed = read_in_slices(parsed)
-    degree = written_group_size(parsed["fsdp_config"])
-    if degree > 1:
+    if written_group_size(parsed["fsdp_config"]) > 1:
         patches.check_feature(patches.GROUPS)
-        _check_groups(parsed, fsdp2_settings(parsed))
-        parsed = _same_data(parsed, degree)
-        if isinstance(batch := parsed.get("global_train_batch_size"), int):
-            # LLM Foundry divides it by the number of ranks. `trainer.groups: show_batch` follows.
-            parsed["global_train_batch_size"] = batch * degree
+        parsed = _share_batches(parsed, fsdp2_settings(parsed))
     return parsed
 
 
@@ -201,8 +196,9 @@ def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
     `pretrained_weights`, null too, is followed as it is.
     """
     model, block = parsed.get("model"), parsed["fsdp_config"]
-    is_open = _PRETRAINED not in block and isinstance(model, Mapping)
-    folder = _sliceable_folder(model) if is_open else None
+    if _PRETRAINED in block or not isinstance(model, Mapping):
+        return dict(parsed)
+    folder = _sliceable_folder(model)
     if folder is None:
         return dict(parsed)
     sliced = {**block, _PRETRAINED: str(folder)}
@@ -285,13 +281,15 @@ def _move_tensor_parallel(parsed: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "fsdp_config": {**block, TENSOR_KEY: tp}}
 
 
-def _check_groups(parsed: Mapping[str, Any], settings: FSDP2Config) -> None:
-    """Checks degrees and batch against the number of ranks, as the launcher has set it.
+def _share_batches(parsed: Mapping[str, Any], settings: FSDP2Config) -> dict[str, Any]:
+    """Has the ranks of a group read the same samples; see [Note: groups in a run].
 
-    Collective: no.
+    Loaders of other names stay as they are: ranks compare what they read in the first step.
+    Collective: no. The launcher has set the number of ranks.
 
     Raises:
-        ConfigError: the degrees do not multiply to the ranks, or the groups cannot share a batch.
+        ConfigError: the degrees do not multiply to the ranks, the groups cannot share a batch, or a
+            loader has another `replication`.
     """
     from composer_fsdp2.config.group_size import ranks_of_a_batch
     from composer_fsdp2.plan.mesh_shape import MeshShape
@@ -311,23 +309,16 @@ def _check_groups(parsed: Mapping[str, Any], settings: FSDP2Config) -> None:
             "divide it by the number of groups. Every rank would read too little. Install "
             "composer_fsdp2 with pip, so that LLM Foundry finds it first."
         )
-
-
-def _same_data(parsed: Mapping[str, Any], degree: int) -> dict[str, Any]:
-    """Has the loaders give the ranks of a group the same samples; see [Note: groups in a run].
-
-    Loaders of other names stay as they are: ranks compare what they read in the first step.
-
-    Raises:
-        ConfigError: a loader has another `replication`.
-    """
     changed = dict(parsed)
     for key in _LOADERS:
         given = parsed.get(key)
         if isinstance(given, list):
-            changed[key] = [_replicated(f"{key}[{n}]", one, degree) for n, one in enumerate(given)]
+            changed[key] = [_replicated(f"{key}[{n}]", one, size) for n, one in enumerate(given)]
         elif isinstance(given, Mapping):
-            changed[key] = _replicated(key, given, degree)
+            changed[key] = _replicated(key, given, size)
+    if isinstance(batch, int):
+        # LLM Foundry divides it by the number of ranks. `trainer.groups: show_batch` follows.
+        changed["global_train_batch_size"] = batch * size
     return changed
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer_fsdp2.config.schema import FSDP2Config, known_settings, values_of
+from composer_fsdp2.config.messages import ascii_repr
+from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.report import fits
 from composer_fsdp2.foundry.findings import Finding, findings_of
@@ -91,6 +92,8 @@ class Run:
     asks: Literal["FSDP2", "FSDP1", "neither"]
     settings: FSDP2Config | None = None
     """with FSDP2 only"""
+    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """the same, without defaults"""
     ranks: int
     ranks_per_node: int
     on_gpus: bool
@@ -466,7 +469,22 @@ def report_lines(
         lines += [(text, _COLOURS[found.level]) for text in what]
         lines += [(text, None) for text in _wrapped("  do: ", found.advice)]
     about_run = [] if run is None else ["The run:", *_labelled(describe_run(run))]
-    installed = _installation_lines(machine)
+    names = [f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in machine.gpus]
+    kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    versions = (f"{name} {version or 'is missing'}" for name, version in machine.versions.items())
+    fits = sum(patch.problem is None for patch in machine.patches)
+    there = sum(state.found for state in machine.members)
+    installed = _labelled(
+        [
+            ("installed", ", ".join(versions)),
+            ("GPUs", f"{', '.join(kinds) or 'none'}; backend {backend_of(bool(names))}"),
+            (
+                "relied on",
+                f"{fits} of {len(machine.patches)} places in Composer fit, {there} of "
+                f"{len(machine.members)} internals of torch are there (--verbose lists them)",
+            ),
+        ]
+    )
     room = _MOST - len(lines) - len(installed)
     if not verbose and len(about_run) > room:
         kept = max(room - 1, 0)
@@ -474,25 +492,6 @@ def report_lines(
         about_run = [*about_run[:kept], more][: max(room, 0)]
     plain = [*about_run, *installed, *_relied_on(machine, verbose=verbose)]
     return lines + [(text, None) for text in plain]
-
-
-def _installation_lines(machine: Machine) -> list[str]:
-    names = [f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in machine.gpus]
-    kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    versions = (f"{name} {version or 'is missing'}" for name, version in machine.versions.items())
-    fits = sum(patch.problem is None for patch in machine.patches)
-    found = sum(state.found for state in machine.members)
-    return _labelled(
-        [
-            ("installed", ", ".join(versions)),
-            ("GPUs", f"{', '.join(kinds) or 'none'}; backend {backend_of(bool(names))}"),
-            (
-                "relied on",
-                f"{fits} of {len(machine.patches)} places in Composer fit, {found} of "
-                f"{len(machine.members)} internals of torch are there (--verbose lists them)",
-            ),
-        ]
-    )
 
 
 def _relied_on(machine: Machine, *, verbose: bool) -> list[str]:
@@ -542,6 +541,7 @@ _OWN_LINES = {
     "reshard_after_forward",
     "mixed_precision",
     "state_dict_type",
+    "version",
 }
 """settings that are described in lines of their own"""
 _RESHARDS: dict[Any, str] = {
@@ -561,7 +561,7 @@ _STATE_DICTS = {
 
 
 def describe_run(run: Run) -> list[tuple[str, str]]:
-    """Returns the run in labels and texts; settings at their default are left out."""
+    """Returns the run in labels and texts, and other settings as they are written."""
     nodes = "1 node" if run.nodes == 1 else f"{run.nodes} nodes"
     where = "GPUs" if run.on_gpus else "the CPU (--gpus-per-node N: elsewhere, on GPUs)"
     lines = [("asks for", run.asks), ("ranks", f"{run.ranks} on {nodes}, on {where}")]
@@ -580,19 +580,31 @@ def describe_run(run: Run) -> list[tuple[str, str]]:
         if shape.tensor > 1:
             lines.append(("", f"each layer on {_grouped(run.ranks, shape.tensor)}"))
         lines.append(("", f"each copy on {copy}"))
+    mixed, precision = settings.mixed_precision, run.value("precision")
+    try:
+        policy = resolve_precision(mixed, compute_dtype(precision))
+    except ConfigError:
+        lines.append(("precision", f"{precision}: not supported"))
+    else:
+        dtypes = [
+            "the parameters' own dtype" if dtype is None else str(dtype).removeprefix("torch.")
+            for dtype in (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
+        ]
+        name = mixed if isinstance(mixed, str) else "as written"
+        text = f"{precision}, mixed_precision {name}: computes in {dtypes[0]}"
+        lines.append(("precision", f"{text}, reduces gradients in {dtypes[1]}"))
     reshard, kind = settings.reshard_after_forward, settings.state_dict_type
     text = _RESHARDS.get(reshard, f"after forward, groups of {reshard} ranks keep one copy")
-    init, known = run.value("model.init_device"), known_settings()
+    init = run.value("model.init_device")
     return [
         *lines,
-        ("reshard", f"{_written(reshard)}: {text}"),
-        ("precision", _describe_precision(settings.mixed_precision, run.value("precision"))),
+        ("reshard", f"{str(reshard).lower()}: {text}"),
         ("state_dict_type", f"{kind}: {_STATE_DICTS[kind]}"),
         ("init_device", _INIT.get(init, str(init))),
         *(
-            (name, _written(value))
-            for name, value in values_of(settings).items()
-            if name not in _OWN_LINES and value != known[name].default
+            (name, ascii_repr(value))
+            for name, value in run.written.items()
+            if name not in _OWN_LINES
         ),
     ]
 
@@ -604,32 +616,3 @@ def _grouped(ranks: int, size: int) -> str:
     groups = [f"{n}" if size == 1 else f"{n}-{n + size - 1}" for n in shown]
     more = ", ..." if len(starts) > _SHOWN_GROUPS else ""
     return f"{size} {'ranks' if size > 1 else 'rank'}: {', '.join(groups)}{more}"
-
-
-def _describe_precision(mixed: Any, precision: str) -> str:
-    try:
-        policy = resolve_precision(mixed, compute_dtype(precision))
-    except ConfigError:
-        return f"{precision}: not supported"
-    dtypes = [
-        "the parameters' own dtype" if dtype is None else str(dtype).removeprefix("torch.")
-        for dtype in (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
-    ]
-    name = mixed if isinstance(mixed, str) else "as written"
-    return (
-        f"{precision}, mixed_precision {name}: computes in {dtypes[0]}, reduces gradients in "
-        f"{dtypes[1]}"
-    )
-
-
-def _written(value: Any) -> str:
-    """Returns a value as in YAML, without the fields of nested settings that say nothing."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_written, value))}]"
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        inner = [f"{k}: {_written(v)}" for k, v in fields.items() if v not in (None, ())]
-        return f"{{{', '.join(inner)}}}"
-    return str(value)

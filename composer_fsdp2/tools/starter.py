@@ -246,6 +246,12 @@ def starter_yaml(answers: Answers) -> str:
     if tokenizer is None and shape is not None:
         beside = Path(answers.data, "tokenizer")
         tokenizer = str(beside) if beside.is_dir() else _HUB_TOKENIZER
+    # The length that the model was trained for, if its folder tells.
+    config = _read_json(model, "config.json")
+    known = config.get("max_position_embeddings") or config.get("n_positions")
+    length = min(known, _LONGEST) if isinstance(known, int) and known > 0 else _LONGEST
+    if shape is not None:
+        length = 128 if model == "mpt-tiny" else 2048
     on_gpus, pretrained = answers.gpus > 0, goal != "pretrain"
     what, rate = {
         "pretrain": (f"Trains a model of the shape of {model} from random weights", "6.0e-04"),
@@ -261,7 +267,7 @@ def starter_yaml(answers: Answers) -> str:
         "model_variable": "" if shape else f"  model: {_quoted(model)}\n",
         "data": _quoted(answers.data),
         "data_about": _PROMPTS if pretrained else _SHARDS,
-        "length": str(answers.max_seq_len or _default_length(answers)),
+        "length": str(answers.max_seq_len or length),
         "tokenizer": "${variables.model}" if tokenizer is None else _quoted(tokenizer),
         "rate": rate,
         "batch": str((8 if pretrained else 16) * answers.ranks),
@@ -275,8 +281,12 @@ def starter_yaml(answers: Answers) -> str:
         "prefetch": "2" if on_gpus else "null",
     }
     if shape is not None:
+        content = _read_json(tokenizer or _HUB_TOKENIZER, "tokenizer.json")
+        tokens = len(content.get("model", {}).get("vocab", ()))
+        tokens += len(content.get("added_tokens", ()))
         sizes = {name: str(size) for name, size in shape.items()}
-        sizes["vocabulary"] = str(_vocabulary(tokenizer or _HUB_TOKENIZER))
+        # GPUs are quick with an embedding of a multiple of 64 rows.
+        sizes["vocabulary"] = str(-(-tokens // 64) * 64 or _HUB_VOCABULARY)
         values["model"] = _filled(_MPT, sizes)
     else:
         values["pretrained"] = json.dumps(pretrained)
@@ -318,23 +328,6 @@ def _loaders(answers: Answers) -> str:
         values["training"] = json.dumps(name == "train_loader")
         text += _filled(_LOADER, values).replace("@split@", split)
     return text
-
-
-def _vocabulary(tokenizer: str) -> int:
-    """Returns rows of the embedding: a multiple of 64, which GPUs are quick with."""
-    content = _read_json(tokenizer, "tokenizer.json")
-    words = content.get("model", {}).get("vocab", ())
-    tokens = len(words) + len(content.get("added_tokens", ()))
-    return -(-tokens // 64) * 64 or _HUB_VOCABULARY
-
-
-def _default_length(answers: Answers) -> int:
-    """Returns the length the model was trained for, if its folder tells, at most 4096."""
-    if answers.model in SHAPES:
-        return 128 if answers.model == "mpt-tiny" else 2048
-    config = _read_json(answers.model, "config.json")
-    known = config.get("max_position_embeddings") or config.get("n_positions")
-    return min(known, _LONGEST) if isinstance(known, int) and known > 0 else _LONGEST
 
 
 def _read_json(folder: str, name: str) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def run(fsdp2: dict[str, Any] | None = None, **changes: Any) -> Run:
     """The good run, with FSDP2 settings and other facts; keys with dots are those of `others`."""
     others = {key: value for key, value in changes.items() if key not in Run.__slots__}
     facts = {key: value for key, value in changes.items() if key in Run.__slots__}
-    return dataclasses.replace(RUN, settings=parse_config(fsdp2 or {}), others=others, **facts)
+    settings = parse_config(fsdp2 or {})
+    return dataclasses.replace(RUN, settings=settings, written=fsdp2 or {}, others=others, **facts)
 
 
 def fsdp1(**changes: Any) -> Run:
@@ -370,7 +371,7 @@ def test_precision_and_settings_in_words():
     assert "computes in bfloat16, reduces gradients in bfloat16" in lines["precision"]
     assert lines["reshard"] == "2: after forward, groups of 2 ranks keep one copy"
     assert lines["activation_checkpointing"] == "true"
-    assert "pattern: Block" in lines["wrap_policy"]
+    assert lines["wrap_policy"] == "{classes: ['Block']}"
     assert "async_save" not in lines
 
 
