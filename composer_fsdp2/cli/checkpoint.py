@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.markup import escape
@@ -40,11 +40,7 @@ def inspect(path: PathArgument, as_json: AsJson = False) -> None:
 
     with reported():
         found = describe_checkpoint(path)
-        if as_json:
-            _print_json(found)
-        else:
-            typer.echo("\n".join(_describe(found)))
-        raise typer.Exit(ExitCode.FAILED if found["problems"] else ExitCode.OK)
+        _answer(found, _describe(found), as_json=as_json, good=not found["problems"])
 
 
 @app.command(
@@ -113,13 +109,11 @@ def convert(
             ) from None
         files = [item for item in destination.rglob("*") if item.is_file()] or [destination]
         sizes = {item.name: item.stat().st_size for item in sorted(files)}
-        if as_json:
-            _print_json({"path": str(destination), "files": sizes, "remarks": remarks})
-        else:
-            for remark in remarks:
-                say(f"[yellow]{escape(remark)}[/]")
-            total = size_text(sum(sizes.values()))
-            typer.echo(f"Wrote {destination}: {_count(len(sizes), 'file')}, {total}")
+        if remarks and not as_json:
+            say("\n".join(f"[yellow]{escape(remark)}[/]" for remark in remarks))
+        found = {"path": str(destination), "files": sizes, "remarks": remarks}
+        total = f"{_count(len(sizes), 'file')}, {size_text(sum(sizes.values()))}"
+        _answer(found, [f"Wrote {destination}: {total}"], as_json=as_json, good=True)
 
 
 @app.command(help="Read all of a checkpoint and compare it with its checksums; exit code 0 or 1.")
@@ -130,15 +124,10 @@ def verify(path: PathArgument, as_json: AsJson = False) -> None:
     with reported():
         with progress("Reading") as advance:
             found = verify_checkpoint(path, advance)
-        if as_json:
-            _print_json(found)
-        else:
-            parts = _count(found["parts"], "value")
-            result = "is not good" if found["problems"] else "is whole"
-            typer.echo(f"{path} {result}: {parts}, {size_text(found['size_bytes'])}")
-            for problem in found["problems"]:
-                typer.echo(f"  {problem}")
-        raise typer.Exit(ExitCode.FAILED if found["problems"] else ExitCode.OK)
+        result = "is not good" if found["problems"] else "is whole"
+        parts, size = _count(found["parts"], "value"), size_text(found["size_bytes"])
+        lines = [f"{path} {result}: {parts}, {size}", *(f"  {told}" for told in found["problems"])]
+        _answer(found, lines, as_json=as_json, good=not found["problems"])
 
 
 @app.command(help="Compare two checkpoints of any kind; exit code 0 if they are equal, else 1.")
@@ -157,12 +146,8 @@ def diff(
     with reported():
         with progress("Comparing") as advance:
             found = compare_checkpoints(open_checkpoint(first), open_checkpoint(second), advance)
-        if as_json:
-            _print_json(found)
-        else:
-            lines = _LINES if not everything else None
-            typer.echo("\n".join(_differences(found, first, second, lines)))
-        raise typer.Exit(ExitCode.OK if found["equal"] else ExitCode.FAILED)
+        lines = _differences(found, first, second, None if everything else _LINES)
+        _answer(found, lines, as_json=as_json, good=found["equal"])
 
 
 def _check_options(to: str, *, trained: bool, for_hf: bool) -> None:
@@ -192,8 +177,10 @@ def _bytes(text: str) -> int:
 # --- Text. ---
 
 
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value, indent=1, default=repr))
+def _answer(found: dict[str, Any], lines: Iterable[str], *, as_json: bool, good: bool) -> NoReturn:
+    """Prints what was found, as JSON or as text, and ends the command."""
+    typer.echo(json.dumps(found, indent=1, default=repr) if as_json else "\n".join(lines))
+    raise typer.Exit(ExitCode.OK if good else ExitCode.FAILED)
 
 
 def _describe(found: dict[str, Any]) -> Iterator[str]:

@@ -136,13 +136,10 @@ def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
 
 def _read_config(
     found: Rehearsal, cfg: DictConfig, cluster: Cluster
-) -> tuple[Any, dict[str, Any]] | None:
-    """Reads the run as LLM Foundry does; returns its configuration, and the one for loggers."""
+) -> tuple[dict[str, Any], Any] | None:
+    """Reads the run as LLM Foundry does; returns the configuration for loggers, and its own."""
     with found.step("The configuration"), environment(cluster.first_rank()):
-        logged, config = make_dataclass_and_log_config(
-            cfg, TrainConfig, TRAIN_CONFIG_KEYS, transforms="all"
-        )
-        return config, logged
+        return make_dataclass_and_log_config(cfg, TrainConfig, TRAIN_CONFIG_KEYS, transforms="all")
     # Goes on with known keys and a batch that can be divided, to find what else there is.
     with found.step("The configuration"), environment(cluster.first_rank()):
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -151,17 +148,16 @@ def _read_config(
         if "global_train_batch_size" in given:
             given["global_train_batch_size"] = cluster.ranks
         others = [name for name in registry.config_transforms.get_all() if name != NAME]
-        logged, config = make_dataclass_and_log_config(
+        return make_dataclass_and_log_config(
             OmegaConf.create(given), TrainConfig, TRAIN_CONFIG_KEYS, transforms=others
         )
-        return config, logged
     return None
 
 
 # --- The parts of the run, in the order of LLM Foundry. ---
 
 
-def _build(found: Rehearsal, config: Any, logged: dict[str, Any], cluster: Cluster) -> None:
+def _build(found: Rehearsal, logged: dict[str, Any], config: Any, cluster: Cluster) -> None:
     with found.step("The configuration"):
         validate_config(copy.deepcopy(config))
     tokenizer = scheduler = optimizer = None
@@ -226,9 +222,8 @@ def _is_here(found: Rehearsal, where: str, name: str) -> bool:
     """Returns whether a model or tokenizer is a folder or in the local cache; asks no hub."""
     files = ("config.json", "tokenizer_config.json", "tokenizer.json")
     with found.step(where, f"There is no such folder in {os.getcwd()} either. Correct the path."):
-        if Path(name).is_dir():
-            return True
-        if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+        cached = (isinstance(try_to_load_from_cache(name, file), str) for file in files)
+        if Path(name).is_dir() or any(cached):
             return True
         found.add(
             f"{where}: '{name}' is no folder and not in the local cache of the Hugging Face hub, "
@@ -361,23 +356,19 @@ def _check_arguments(
         with found.step(key, _TIME):
             create_interval_scheduler(getattr(config, key))
     if cluster.on_gpus:
-        known = ", ".join(precision.value for precision in Precision)
-        with found.step("precision", f"Write one of {known}."):
+        with found.step("precision", f"Write one of {', '.join(one.value for one in Precision)}."):
             Precision(config.precision)
     if config.compile_config is not None:
         with found.step("compile_config"):
             torch.compile(nn.Identity(), **config.compile_config)  # compiles when it is called
-    for algorithm in algorithms:
-        if isinstance(algorithm, GradientClipping):
-            with found.step("algorithms.gradient_clipping"):
-                threshold = algorithm.clipping_threshold
-                apply_gradient_clipping(
-                    nn.Linear(1, 1), algorithm.clipping_type, threshold, fsdp_enabled=False
+    for algorithm in (one for one in algorithms if isinstance(one, GradientClipping)):
+        kind, threshold = algorithm.clipping_type, algorithm.clipping_threshold
+        with found.step("algorithms.gradient_clipping"):
+            apply_gradient_clipping(nn.Linear(1, 1), kind, threshold, fsdp_enabled=False)
+            if not threshold > 0:
+                raise ValueError(
+                    f"a clipping_threshold of {threshold} turns gradients round, or to 0"
                 )
-                if not threshold > 0:
-                    raise ValueError(
-                        f"a clipping_threshold of {threshold} turns gradients round, or to 0"
-                    )
     with found.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
         path = config.load_path
         if path is not None and "://" not in path:

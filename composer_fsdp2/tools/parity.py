@@ -96,8 +96,6 @@ _NO_INFLUENCE = frozenset(
         "save_weights_only",
     }
 )
-_BATCH = "global_train_batch_size"
-_MANY = 64
 _RANKS_PER_CORE, _FEWEST = 8, 16
 """how many ranks without GPUs a machine is trusted with; each takes about a gigabyte"""
 _SHOWN = 20
@@ -223,16 +221,6 @@ def plan_jobs(old: Job, new: Job, *, cuda: bool, ranks: int) -> list[str]:
             "machine with one GPU, hide it with CUDA_VISIBLE_DEVICES= to compare on the CPU."
         )
     jobs = (old, new)
-    for job in jobs:
-        batch = job.value(_BATCH)
-        if isinstance(batch, int) and batch % ranks:
-            fit = [str(count) for count in range(2, min(batch, _MANY) + 1) if batch % count == 0]
-            raise ConfigError(
-                f"{_BATCH} is {batch} in {job.name.upper()}, which {ranks} ranks cannot share "
-                "equally. LLM Foundry would refuse the run on every rank. Give -n "
-                f"{' or '.join(fit) or 'a number that divides it'}, or {_BATCH} a multiple of "
-                f"{ranks}."
-            )
     notes = [] if cuda else _fit_cpu(jobs)
     if old.precision != new.precision:
         notes.append(
