@@ -104,7 +104,7 @@ class Rehearsal(Findings):
     parts: Parts | None = None
     """of a run with FSDP2 that has an optimizer"""
     builds_on_meta: bool | None = None
-    """whether the model can be built with `init_device: meta`; `None` where that is not known"""
+    """whether a model with `init_device: mixed` can be built with meta; `None` for others"""
 
 
 def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
@@ -289,8 +289,6 @@ def _build_model(
                 "Nothing: init_device: cpu is right for it.",
                 "warning",
             )
-    if init == "meta":
-        found.builds_on_meta = model is not None
     if model is None:
         return None
     if init == "mixed":

@@ -100,7 +100,7 @@ class Run:
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """values of `KEYS`; a key that is missing or cannot be resolved is not in it"""
     builds_on_meta: bool | None = None
-    """whether `init_device: meta` builds the model; `None` where nobody tried"""
+    """whether `init_device: meta` would build a model of mixed; `None` where nobody tried"""
     units: int | None = None
     """how many units FSDP2 would make; `None` where the model was not built"""
 
