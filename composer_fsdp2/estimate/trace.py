@@ -19,7 +19,7 @@ from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.apply import merge_aliases
-from composer_fsdp2.shard.initial_weights import replace_parameter
+from composer_fsdp2.shard.layout import replace_parameter
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.torch_private.fake import Watch, fake_ranks, gpu_autocast
 

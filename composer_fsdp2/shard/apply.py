@@ -27,7 +27,7 @@ from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import of_rank0
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
-from composer_fsdp2.shard.layout import Layout, Place, place_of
+from composer_fsdp2.shard.layout import Layout, place_of
 from composer_fsdp2.shard.unit_hooks import (
     InputCast,
     MakeHook,
@@ -125,9 +125,6 @@ def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> G
             unit.reshard()
 
 
-PrecisionOf = Callable[[ShardUnit], MixedPrecisionPolicy]
-
-
 def check_hooks(tree: ModuleTree) -> None:
     """Refuses tensor hooks that would never be called.
 
@@ -209,8 +206,8 @@ def merge_aliases(tree: ModuleTree) -> bool:
     for ref in tree.params:
         first = params[representative[id(ref.param)]]
         if first is not ref.param:
-            module = tree.paths[ref.path_index].module
-            module._parameters[ref.name.rpartition(".")[2]] = first
+            module, attribute = place_of(tree, ref)
+            module._parameters[attribute] = first
             merged = True
     return merged
 
@@ -221,7 +218,7 @@ def apply_plan(
     plan: WrapPlan,
     mesh: DeviceMesh,
     *,
-    precision_of: PrecisionOf | None = None,
+    precision_of: Callable[[ShardUnit], MixedPrecisionPolicy] | None = None,
     forward_methods: Iterable[tuple[str, str]] = (),
     rank0_has_values: bool = True,
     some_on_meta: bool = True,
@@ -280,7 +277,6 @@ def apply_plan(
         tree = ModuleTree.read(model)
     shard_mesh, make_hook = probe_reduction(mesh)
     layout = Layout.read(tree, plan)
-    carried = _attributes(tree)
     weights = InitialWeights(
         tree,
         torch.empty(0, device=mesh.device_type).device,  # with its index
@@ -293,18 +289,17 @@ def apply_plan(
     kwargs: dict[str, Any] = {}
     if offload is not None:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin_memory)
-    tree.params.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
-    full = MixedPrecisionPolicy()
     of_experts: tuple[DeviceMesh, MakeHook] | None = None
-    with weights.seeded(), weights.sourced.shown():
+    with _carrying_attributes(tree), weights.seeded(), weights.sourced.shown():
+        tree.params.clear()  # or every full parameter would live until the last unit is sharded
         if source is not None:
             # While parameters are on meta: an initialiser may reach into modules below its own.
             weights.fill(tree.modules())
         # Children first: `fully_shard` gives a unit the parameters that no unit below it has taken.
         for unit in layout.order:
             weights.fill(layout.modules_of(unit))
-            policy = precision_of(unit) if precision_of else full
+            policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
             module = layout.modules[unit.modules[0]]
             between = shard_mesh, make_hook
             if (layer := layer_of(module)) is not None:
@@ -316,21 +311,18 @@ def apply_plan(
         weights.fill(tree.modules())
         weights.sourced.read_parameters(plan.ignored)
     weights.sourced.agree_on_failure()
-    _carry_over(carried)
-    _check_ties(layout, plan)
+    for names in plan.tied:
+        places = (name.rpartition(".") for name in names)
+        found = {id(layout.holders[path]._parameters[attribute]) for path, _, attribute in places}
+        assert len(found) == 1, f"sharding untied {names}"
     held = (param for _, module in tree.modules() for param in module._parameters.values())
     guard_reading(param for param in held if param is not None)
     for path, method in forward_methods:
-        module = _unit(layout.modules[path])
+        module = layout.modules[path]
         # First, because torch's wrapper goes around it, and runs no pre-hooks but FSDP2's own.
         casts[module].before_method(module, method)
         register_fsdp_forward_method(module, method)
-    return {name: _unit(layout.modules[name]) for unit in plan.units for name in unit.modules}
-
-
-def _unit(module: Any) -> Any:
-    assert isinstance(module, FSDPModule)
-    return module
+    return {name: layout.modules[name] for unit in plan.units for name in unit.modules}
 
 
 def _shard_unit(
@@ -368,7 +360,7 @@ def _shard_unit(
     offloaded = mesh.device_type if "offload_policy" in kwargs else None
     cast, mp_policy = InputCast.taken_from(mp_policy, offloaded)
     hook_before_sharding(module)
-    fully_shard(
+    sharded: Any = fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
@@ -380,9 +372,9 @@ def _shard_unit(
     # Torch refuses as well, in an assertion that says nothing of averages and names no cure.
     type(module).__deepcopy__ = _refuse_copy  # pyright: ignore[reportAttributeAccessIssue]
     if (hook := make_hook()) is not None:
-        _unit(module).set_all_reduce_hook(hook)
+        sharded.set_all_reduce_hook(hook)
     if is_embedding or frozen:
-        _unit(module).set_unshard_in_backward(False)
+        sharded.set_unshard_in_backward(False)
     return cast
 
 
@@ -396,36 +388,18 @@ def _refuse_copy(module: nn.Module, _memo: object) -> None:
     )
 
 
-def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Callable[..., None]]]]:
-    """Returns attributes and post-accumulate hooks that users attached to parameters."""
-    carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
-    for ref in tree.params:
-        hooks = post_accumulate_hooks(ref.param)
-        # `fully_shard` makes a new Parameter of the shard, with neither attributes nor hooks.
-        if ref.param.__dict__ or hooks:
-            place = place_of(tree, ref)
-            carried.append((place, dict(ref.param.__dict__), hooks))
-    return carried
-
-
-def _carry_over(carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]]) -> None:
-    done: set[int] = set()
+@contextlib.contextmanager
+def _carrying_attributes(tree: ModuleTree) -> Generator[None]:
+    """Gives shards the attributes and post-accumulate hooks that users attached to parameters."""
+    # `fully_shard` makes a new Parameter of the shard, with neither attributes nor hooks.
+    carried = [
+        (place_of(tree, ref), dict(vars(ref.param)), post_accumulate_hooks(ref.param))
+        for ref in tree.params
+    ]
+    yield
     for (module, attribute), attributes, hooks in carried:
-        param = module._parameters[attribute]
-        if param is None or id(param) in done:
-            continue
-        done.add(id(param))
+        param = getattr(module, attribute)
         vars(param).update(attributes)
-        if not post_accumulate_hooks(param):
-            for hook in hooks:
-                param.register_post_accumulate_grad_hook(hook)
-
-
-def _check_ties(layout: Layout, plan: WrapPlan) -> None:
-    """Proves that every tied name still leads to one parameter."""
-    for names in plan.tied:
-        found = {
-            id(layout.holders[path]._parameters[attribute])
-            for path, _, attribute in (name.rpartition(".") for name in names)
-        }
-        assert len(found) == 1, f"sharding untied {names}"
+        # Those of a parameter that is tied, or not sharded, are there by now.
+        for hook in () if post_accumulate_hooks(param) else hooks:
+            param.register_post_accumulate_grad_hook(hook)

@@ -25,16 +25,14 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import shape_in_model, whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
-from composer_fsdp2.shard.layout import Place, place_of
+from composer_fsdp2.shard.layout import Place, place_of, replace_parameter
 from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
 from composer_fsdp2.text import child_name, listed
-from composer_fsdp2.torch_private.tensors import copy_hooks
 
 __all__ = [
     "InitialWeights",
     "MetaDeviceReport",
     "check_meta_device_reports",
-    "replace_parameter",
     "shared_seed",
 ]
 
@@ -101,19 +99,6 @@ def check_meta_device_reports(everyone: Sequence[MetaDeviceReport]) -> None:
                 f"rank 0 ({found.attributes or 'none'} against {first.attributes or 'none'}). They "
                 "could not be given rank 0's values. Set the same attributes on every rank."
             )
-
-
-def replace_parameter(
-    places: Iterable[Place], old: nn.Parameter, data: torch.Tensor
-) -> nn.Parameter:
-    """Puts a new parameter with `data` in all places of `old`, with its attributes and hooks."""
-    # Torch refuses to assign memory of a device to `.data` of a parameter on meta.
-    new = nn.Parameter(data, requires_grad=old.requires_grad)
-    vars(new).update(vars(old))
-    copy_hooks(old, new)
-    for module, attribute in places:
-        module._parameters[attribute] = new
-    return new
 
 
 class InitialWeights:
@@ -200,8 +185,17 @@ class InitialWeights:
     def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
         """Initialises modules; an error of a rank is raised on all before they broadcast."""
         error: Exception | None = None
+        missing: list[str] = []
         try:
-            missing = [name for item in todo for name in self._initialise(item, blank[id(item[1])])]
+            for path, module in todo:
+                by_model = self._initialisers.get(id(module))
+                own = getattr(type(module), "reset_parameters", None)
+                left = _left(module, blank[id(module)])
+                for initialiser in (by_model, own, _rebuild):
+                    if left and initialiser is not None:
+                        _fill_only(module, left, initialiser)
+                        left = _left(module, blank[id(module)])
+                missing += [child_name(path, name) for name in left]
             if missing:
                 error = PlanError(
                     f"Nothing initialises {listed(missing, 20)}. The model is on meta on every "
@@ -260,17 +254,6 @@ class InitialWeights:
         """Returns memory with a value no initialiser leaves, so that gaps can be found."""
         blank = torch.empty_like(tensor, device=self._device)
         return blank.zero_() if blank.dtype is torch.bool else blank.fill_(_mark_of(blank.dtype))
-
-    def _initialise(self, item: tuple[str, nn.Module], blank: Tensors) -> list[str]:
-        """Runs the initialisers of a module; names the marked tensors that are left."""
-        path, module = item
-        sources = (self._initialisers.get(id(module)), _reset_parameters, _rebuild)
-        left = _left(module, blank)
-        for source in sources:
-            if left and source is not None:
-                _fill_only(module, left, source)
-                left = _left(module, blank)
-        return [child_name(path, name) for name in left]
 
 
 def _left(module: nn.Module, blank: Tensors) -> Tensors:
@@ -338,12 +321,6 @@ def _fill_only(module: nn.Module, left: Tensors, source: Initialiser) -> None:
             now[name].copy_(value)
 
 
-def _reset_parameters(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
-        reset()
-
-
 def _rebuild(module: nn.Module) -> None:
     """Copies tensors that the constructor sets: norm weights, rotary tables, masks.
 
@@ -372,11 +349,10 @@ def _constructor_arguments(module: nn.Module) -> dict[str, object] | None:
     arguments: dict[str, object] = {}
     sizes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
     for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_open or parameter.name == "device":
             continue
         known = vars(module).get(parameter.name)
-        if parameter.name == "device":
-            continue
         if known is not None:
             arguments[parameter.name] = known
         elif parameter.default is parameter.empty:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.torch_private.tensors import dtensor_like
+from composer_fsdp2.torch_private.tensors import copy_hooks, dtensor_like
 
-__all__ = ["Layout", "Place", "place_of", "sharded_like"]
+__all__ = ["Layout", "Place", "place_of", "replace_parameter", "sharded_like"]
 
 
 Place = tuple[nn.Module, str]
@@ -25,8 +26,8 @@ Place = tuple[nn.Module, str]
 class Layout:
     """Holds where the plan's names are in a model."""
 
-    modules: dict[str, nn.Module]
-    """name -> module, the activation wrapper where there is one"""
+    modules: dict[str, Any]
+    """name -> module, the activation wrapper where there is one; a unit once it is sharded"""
     holders: dict[str, nn.Module]
     """name -> the module itself, which holds the parameters of that name"""
     members: dict[str, list[tuple[str, nn.Module]]]
@@ -38,14 +39,16 @@ class Layout:
     @classmethod
     def read(cls, tree: ModuleTree, plan: WrapPlan) -> Layout:
         """Finds the modules of the plan. Collective: no."""
-        modules: dict[str, nn.Module] = {}
+        modules: dict[str, Any] = {}
         holders: dict[str, nn.Module] = {}
         for entry in tree.paths:
             modules.setdefault(entry.path, entry.module)
             holders[entry.path] = entry.module
-        nearest = _nearest_units(
-            tree, {id(modules[u.modules[0]]): u.modules[0] for u in plan.units}
-        )
+        unit_at = {id(modules[unit.modules[0]]): unit.modules[0] for unit in plan.units}
+        nearest: list[str | None] = []
+        for entry in tree.paths:
+            above = nearest[entry.parent] if entry.parent >= 0 else None
+            nearest.append(unit_at.get(id(entry.module), above))
         members: dict[str, list[tuple[str, nn.Module]]] = defaultdict(list)
         for index in tree.first_path.values():
             if (unit := nearest[index]) is not None:
@@ -54,8 +57,6 @@ class Layout:
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_init.py#L123
         owner_of = {name: unit.modules[0] for unit in plan.units for name in unit.params}
         foreign, hidden = _foreign(tree, nearest, owner_of)
-        if hidden:
-            _add_everything_below(tree, nearest, owner_of, hidden, foreign)
         # A unit with hidden parameters is given everything below it, so it comes before the units
         # inside it, outer ones first; all others come children before parents.
         first = [unit for unit in reversed(plan.units) if unit.modules[0] in hidden]
@@ -71,29 +72,15 @@ class Layout:
 
     def is_frozen(self, unit: ShardUnit) -> bool:
         """Whether the unit owns parameters and none of them is trained."""
-        for name in unit.params:
-            path, _, attribute = name.rpartition(".")
-            param = self.holders[path]._parameters[attribute]
-            if param is not None and param.requires_grad:
-                return False
-        return bool(unit.params)
+        names = (name.rpartition(".") for name in unit.params)
+        params = [getattr(self.holders[path], attribute) for path, _, attribute in names]
+        return bool(params) and not any(param.requires_grad for param in params)
 
     def ignored_by(self, unit: ShardUnit) -> set[nn.Parameter]:
         """Parameters `fully_shard` must leave alone, as they are registered now."""
-        places = self.foreign.get(unit.modules[0])
-        if places is None:
-            return set()
         # `fully_shard` compares Parameter objects, and units sharded before have exchanged theirs.
-        found = (module._parameters[attribute] for module, attribute in places)
-        return {param for param in found if param is not None}
-
-
-def _nearest_units(tree: ModuleTree, unit_at: Mapping[int, str]) -> list[str | None]:
-    nearest: list[str | None] = []
-    for entry in tree.paths:
-        above = nearest[entry.parent] if entry.parent >= 0 else None
-        nearest.append(unit_at.get(id(entry.module), above))
-    return nearest
+        places = self.foreign.get(unit.modules[0], ())
+        return {getattr(module, attribute) for module, attribute in places}
 
 
 def place_of(tree: ModuleTree, ref: ParamRef) -> Place:
@@ -109,38 +96,34 @@ def _foreign(
     `fully_shard` looks for parameters in modules outside nested units. A weight lifted out of every
     place it is used in (shared by all layers, registered nowhere else) is in none of those.
     """
-    foreign: dict[str, list[Place]] = defaultdict(list)
-    visible: set[int] = set()
-    lifted: list[tuple[ParamRef, str]] = []
-    for ref in tree.params:
-        owner, unit = owner_of.get(ref.name), nearest[ref.path_index]
-        if owner == unit:
-            visible.add(id(ref.param))
-            continue
-        if unit is not None:
-            foreign[unit].append(place_of(tree, ref))
-        if owner is not None:
-            lifted.append((ref, owner))
-    return foreign, {owner for ref, owner in lifted if id(ref.param) not in visible}
-
-
-def _add_everything_below(
-    tree: ModuleTree,
-    nearest: list[str | None],
-    owner_of: Mapping[str, str],
-    hidden: set[str],
-    foreign: dict[str, list[Place]],
-) -> None:
-    """Adds to the units in `hidden` all parameters below them that are not theirs."""
-    above: list[frozenset[str]] = []
+    owners = [(ref, owner_of.get(ref.name)) for ref in tree.params]
+    visible = {id(ref.param) for ref, owner in owners if owner == nearest[ref.path_index]}
+    hidden = {owner for ref, owner in owners if owner is not None and id(ref.param) not in visible}
+    # Of each module, the units that find its parameters. One with hidden parameters finds all that
+    # are below it, because it is sharded before the units inside it.
+    finders: list[set[str | None]] = []
     for index, entry in enumerate(tree.paths):
-        outer = above[entry.parent] if entry.parent >= 0 else frozenset[str]()
-        own = nearest[index]
-        above.append(outer | {own} if own in hidden and own not in outer else outer)
-    for ref in tree.params:
-        for unit in above[ref.path_index]:
-            if owner_of.get(ref.name) != unit:
+        around = finders[entry.parent] & hidden if entry.parent >= 0 else set[str]()
+        finders.append({nearest[index], *around})
+    foreign: dict[str, list[Place]] = defaultdict(list)
+    for ref, owner in owners:
+        for unit in finders[ref.path_index]:
+            if unit is not None and unit != owner:
                 foreign[unit].append(place_of(tree, ref))
+    return foreign, hidden
+
+
+def replace_parameter(
+    places: Iterable[Place], old: nn.Parameter, data: torch.Tensor
+) -> nn.Parameter:
+    """Puts a new parameter with `data` in all places of `old`, with its attributes and hooks."""
+    # Torch refuses to assign memory of a device to `.data` of a parameter on meta.
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))
+    copy_hooks(old, new)
+    for module, attribute in places:
+        module._parameters[attribute] = new
+    return new
 
 
 # --- Makes a sharded tensor of this rank's part. ---

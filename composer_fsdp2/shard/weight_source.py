@@ -21,7 +21,7 @@ from composer_fsdp2.parallel.row_order import RowOrder, order_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
-from composer_fsdp2.shard.layout import Place, place_of, sharded_like
+from composer_fsdp2.shard.layout import Place, place_of, replace_parameter, sharded_like
 
 __all__ = ["SourcedWeights", "WeightSource"]
 
@@ -84,7 +84,7 @@ class SourcedWeights:
             if (places := by_param.pop(id(ref.param), None)) is not None:
                 self._total_bytes += ref.param.nbytes
                 if not ref.param.is_meta:
-                    _put(places, ref.param, torch.empty_like(ref.param, device="meta"))
+                    replace_parameter(places, ref.param, torch.empty_like(ref.param, device="meta"))
 
     def __contains__(self, name: object) -> bool:
         return self._source is not None and name in self._source
@@ -112,7 +112,7 @@ class SourcedWeights:
                 param = module._parameters[attribute]
                 if param is not None and param.is_meta:
                     # FSDP2 takes up the new parameter in its first forward, and pads it.
-                    _put(places, param, self._read(name, param))
+                    replace_parameter(places, param, self._read(name, param))
                     self._advance(param.nbytes)
 
     def read_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -172,10 +172,3 @@ class SourcedWeights:
             self._source.read_into(target, name, offsets)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             self._failure = error
-
-
-def _put(places: Iterable[Place], old: nn.Parameter, data: torch.Tensor) -> None:
-    """Puts a new parameter in all places; attributes of the old one are carried over later."""
-    new = nn.Parameter(data, requires_grad=old.requires_grad)
-    for module, attribute in places:
-        module._parameters[attribute] = new

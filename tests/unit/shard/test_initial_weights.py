@@ -8,11 +8,8 @@ from torch import nn
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.shard.initial_weights import (
-    MetaDeviceReport,
-    check_meta_device_reports,
-    replace_parameter,
-)
+from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
+from composer_fsdp2.shard.layout import replace_parameter
 from tests.support.models import TinyLM
 
 
