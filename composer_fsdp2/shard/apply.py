@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -286,9 +287,7 @@ def apply_plan(
         source=source,
         shards_on=None if offload is None else torch.device("cpu"),
     )
-    kwargs: dict[str, Any] = {}
-    if offload is not None:
-        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin_memory)
+    offloading = CPUOffloadPolicy(pin_memory=offload.pin_memory) if offload else OffloadPolicy()
     casts: dict[nn.Module, InputCast] = {}
     of_experts: tuple[DeviceMesh, MakeHook] | None = None
     with _carrying_attributes(tree), weights.seeded(), weights.sourced.shown():
@@ -306,17 +305,15 @@ def apply_plan(
                 # Every list of experts has the same ranks.
                 of_experts = of_experts or probe_reduction(layer.mesh.shards, layer.mesh.sources)
                 between = of_experts
-            casts[module] = _shard_unit(module, unit, layout, *between, mp_policy=policy, **kwargs)
+            casts[module] = _shard_unit(module, unit, layout, *between, policy, offloading)
             weights.sourced.read_parameters(unit.params)
         weights.fill(tree.modules())
         weights.sourced.read_parameters(plan.ignored)
     weights.sourced.agree_on_failure()
     for names in plan.tied:
-        places = (name.rpartition(".") for name in names)
-        found = {id(layout.holders[path]._parameters[attribute]) for path, _, attribute in places}
+        found = {id(layout.param_of(name)) for name in names}
         assert len(found) == 1, f"sharding untied {names}"
-    held = (param for _, module in tree.modules() for param in module._parameters.values())
-    guard_reading(param for param in held if param is not None)
+    guard_reading(model.parameters())
     for path, method in forward_methods:
         module = layout.modules[path]
         # First, because torch's wrapper goes around it, and runs no pre-hooks but FSDP2's own.
@@ -331,9 +328,8 @@ def _shard_unit(
     layout: Layout,
     mesh: DeviceMesh,
     make_hook: MakeHook,
-    *,
-    mp_policy: MixedPrecisionPolicy,
-    **kwargs: Any,
+    policy: MixedPrecisionPolicy,
+    offloading: OffloadPolicy,
 ) -> InputCast:
     """Shards one unit; returns the cast of its inputs, which other methods need as well.
 
@@ -346,26 +342,25 @@ def _shard_unit(
     Source: the prefetch goes by the order of the forward, whether a unit is in backward or not:
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L491
     """
-    ignored = layout.ignored_by(unit)
-    if (layer := layer_of(module)) is not None:
+    ignored, layer = layout.ignored_by(unit), layer_of(module)
+    if layer is not None:
         ignored |= layer.keep_own()
-        kwargs["shard_placement_fn"] = shard_of
         # Their inputs are not those of a unit without it: a router's weights stay as they are.
-        mp_policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)
-    if ignored:
-        kwargs["ignored_params"] = ignored
+        policy = dataclasses.replace(policy, cast_forward_inputs=False)
     # Before it is sharded, which gives the module another class.
     is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
     frozen = layout.is_frozen(unit)
-    offloaded = mesh.device_type if "offload_policy" in kwargs else None
-    cast, mp_policy = InputCast.taken_from(mp_policy, offloaded)
+    offloaded = mesh.device_type if isinstance(offloading, CPUOffloadPolicy) else None
+    cast, policy = InputCast.taken_from(policy, offloaded)
     hook_before_sharding(module)
     sharded: Any = fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
-        mp_policy=mp_policy,
-        **kwargs,
+        shard_placement_fn=None if layer is None else shard_of,
+        mp_policy=policy,
+        offload_policy=offloading,
+        ignored_params=ignored or None,
     )
     full = mesh.device_type if unit.role == "fp32" else None
     hook_after_sharding(module, cast, full, frozen and not is_embedding)

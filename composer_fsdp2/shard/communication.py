@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,47 +174,44 @@ def missing_for(
     """
     if not settings.symmetric_memory:
         return []
-    found = [*_needed(environment, nccl)]
-    if one_node:
-        found += _for_copy_engines(environment, nccl)
-    return found
-
-
-def _needed(environment: Mapping[str, str], nccl: tuple[int, ...] | None) -> Iterator[Missing]:
+    version = ".".join(map(str, nccl or ()))
+    found: list[Missing] = []
     if nccl is not None and nccl < _WINDOWS:
-        version = ".".join(map(str, nccl))
-        yield Missing(
-            f"'communication.symmetric_memory' is set, and torch has NCCL {version} here. The "
-            "first gather would fail, because symmetric memory came with NCCL 2.27",
-            "Take it out, or install a newer torch.",
-            needed=True,
-        )
-    for name, (value, taken) in _SWITCHED_OFF.items():
-        if environment.get(name) == value:
-            yield Missing(
-                f"'communication.symmetric_memory' is set, and {name}={value} takes {taken} away. "
-                "The first gather would fail",
-                f"unset {name}, or take 'symmetric_memory' out.",
+        found.append(
+            Missing(
+                f"'communication.symmetric_memory' is set, and torch has NCCL {version} here. The "
+                "first gather would fail, because symmetric memory came with NCCL 2.27",
+                "Take it out, or install a newer torch.",
                 needed=True,
             )
-
-
-def _for_copy_engines(
-    environment: Mapping[str, str], nccl: tuple[int, ...] | None
-) -> Iterator[Missing]:
-    if nccl is not None and _WINDOWS <= nccl < _COPY_ENGINES:
-        version = ".".join(map(str, nccl))
-        yield Missing(
-            f"'communication.symmetric_memory' is set, and NCCL {version} has no gathers through "
-            "copy engines: they take multiprocessors from the computation",
-            "Install a torch with NCCL 2.28 or newer to free them.",
-            needed=False,
         )
-    elif environment.get(_POLICY, "").upper() not in _ZERO:
-        yield Missing(
-            f"'communication.symmetric_memory' is set, and {_POLICY} is not 2. Gathers take "
-            "multiprocessors from the computation; with it, they go through copy engines within a "
-            "node",
-            f"export {_POLICY}=2 on every node before the run starts.",
-            needed=False,
+    found += [
+        Missing(
+            f"'communication.symmetric_memory' is set, and {name}={value} takes {taken} away. "
+            "The first gather would fail",
+            f"unset {name}, or take 'symmetric_memory' out.",
+            needed=True,
         )
+        for name, (value, taken) in _SWITCHED_OFF.items()
+        if environment.get(name) == value
+    ]
+    if one_node and nccl is not None and _WINDOWS <= nccl < _COPY_ENGINES:
+        found.append(
+            Missing(
+                f"'communication.symmetric_memory' is set, and NCCL {version} has no gathers "
+                "through copy engines: they take multiprocessors from the computation",
+                "Install a torch with NCCL 2.28 or newer to free them.",
+                needed=False,
+            )
+        )
+    elif one_node and environment.get(_POLICY, "").upper() not in _ZERO:
+        found.append(
+            Missing(
+                f"'communication.symmetric_memory' is set, and {_POLICY} is not 2. Gathers take "
+                "multiprocessors from the computation; with it, they go through copy engines "
+                "within a node",
+                f"export {_POLICY}=2 on every node before the run starts.",
+                needed=False,
+            )
+        )
+    return found

@@ -64,7 +64,10 @@ def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
         return mesh  # gloo would wait for ranks that are not there
     backend = "gloo"
     if mesh.device_type != "cpu":
-        backend = f"cpu:gloo,{mesh.device_type}:{_backend_of(mesh)}"
+        # The backend of one device, or those of several (`cpu:gloo,cuda:nccl`).
+        written = dist.get_backend(mesh.get_group(0))
+        by_device = dict(part.split(":") for part in written.split(",") if ":" in part)
+        backend = f"cpu:gloo,{mesh.device_type}:{by_device.get(mesh.device_type, written)}"
     groups: list[dist.ProcessGroup] = []
     for axis in range(mesh.ndim):
         # Every rank takes part in making every group, also those it is not in: torch wants that.
@@ -80,10 +83,3 @@ def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
         mesh=None if one else mesh.mesh,
         mesh_dim_names=mesh.mesh_dim_names,
     )
-
-
-def _backend_of(mesh: DeviceMesh) -> str:
-    """Names the backend of the mesh's device, also of several (`cpu:gloo,cuda:nccl`)."""
-    written = dist.get_backend(mesh.get_group(0))
-    by_device = dict(part.split(":") for part in written.split(",") if ":" in part)
-    return by_device.get(mesh.device_type, written)

@@ -70,11 +70,15 @@ class Layout:
         paths = dict.fromkeys(name.rpartition(".")[0] for name in unit.params)
         return modules + [(path, self.holders[path]) for path in paths if path not in own]
 
+    def param_of(self, name: str) -> nn.Parameter:
+        """Returns the parameter that stands under a name now."""
+        path, _, attribute = name.rpartition(".")
+        return getattr(self.holders[path], attribute)
+
     def is_frozen(self, unit: ShardUnit) -> bool:
         """Whether the unit owns parameters and none of them is trained."""
-        names = (name.rpartition(".") for name in unit.params)
-        params = [getattr(self.holders[path], attribute) for path, _, attribute in names]
-        return bool(params) and not any(param.requires_grad for param in params)
+        trained = [self.param_of(name).requires_grad for name in unit.params]
+        return bool(trained) and not any(trained)
 
     def ignored_by(self, unit: ShardUnit) -> set[nn.Parameter]:
         """Parameters `fully_shard` must leave alone, as they are registered now."""

@@ -17,6 +17,7 @@ from composer_fsdp2.parallel.held import held_by, is_elsewhere
 from composer_fsdp2.parallel.row_order import whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
+from composer_fsdp2.shard.layout import Place, place_of
 
 __all__ = [
     "DetachedOptimizer",
@@ -32,7 +33,6 @@ _KERNELS = ("bitsandbytes", "apex", "transformer_engine", "deepspeed", "colossal
 """packages whose kernels take raw pointers; a DTensor's own is null"""
 _LOW_BIT_PACKAGES = ("torchao", "bitsandbytes", "llmfoundry", "composer")
 _LOW_BIT = re.compile("8_?bit|4_?bit|fp8|lion8b", re.IGNORECASE)
-_OFFLOAD = "CPUOffloadOptimizer"
 _INSTEAD = (
     "torch.optim.AdamW(..., fused=True) or Composer's DecoupledAdamW; FSDP2 shards their state, "
     "and optimizer_state: {bits: 8} saves as much memory"
@@ -55,8 +55,8 @@ class DetachedOptimizer:
     """
 
     optimizer: torch.optim.Optimizer
-    groups: list[list[tuple[nn.Module, str]]]
-    states: list[tuple[tuple[nn.Module, str], torch.Size, dict[Any, Any]]]
+    groups: list[list[Place]]
+    states: list[tuple[Place, torch.Size, dict[Any, Any]]]
 
 
 def check_optimizer(
@@ -134,7 +134,7 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
                 "pointer of a sharded parameter (a DTensor) is null: the step would crash, or "
                 f"leave the weights as they are. Use {_INSTEAD}."
             )
-        if package == "torchao" and cls.__name__ == _OFFLOAD:
+        if package == "torchao" and cls.__name__ == "CPUOffloadOptimizer":
             raise PlanError(
                 f"The optimizer {name} of torchao steps copies of the parameters in CPU memory, "
                 "which it made before the model was sharded. The model would train nothing. Use "
@@ -216,10 +216,8 @@ def detach_optimizer(optimizer: torch.optim.Optimizer, tree: ModuleTree) -> Deta
 
     Collective: no. `check_optimizer` comes first.
     """
-    places: dict[int, tuple[nn.Module, str]] = {}
-    for ref in tree.params:
-        attribute = ref.name.rpartition(".")[2]
-        places.setdefault(id(ref.param), (tree.paths[ref.path_index].module, attribute))
+    # Under the first name of a tied parameter.
+    places = {id(ref.param): place_of(tree, ref) for ref in reversed(tree.params)}
     groups = [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     states = [
         (places[id(param)], param.shape, dict(state)) for param, state in optimizer.state.items()
@@ -239,8 +237,18 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
     """
     optimizer = detached.optimizer
     for group, places in zip(optimizer.param_groups, detached.groups, strict=True):
-        params = [getattr(module, attribute) for module, attribute in places]
-        group["params"] = _without_aliases(params)
+        kept: dict[int, nn.Parameter] = {}
+        for param in (getattr(module, attribute) for module, attribute in places):
+            if id(param) in kept:
+                warnings.warn(
+                    f"Two parameters of shape {tuple(param.shape)} shared memory and are one "
+                    "parameter now, stepped once with the sum of both gradients. Before, an "
+                    "optimizer with adaptive steps moved them twice. Tie them by assignment to say "
+                    "so in the model.",
+                    stacklevel=2,
+                )
+            kept[id(param)] = param
+        group["params"] = list(kept.values())
     for (module, attribute), shape, state in detached.states:
         param = getattr(module, attribute)
         if param in optimizer.state:
@@ -248,22 +256,6 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
         found = {key: _shard_state(value, shape, param) for key, value in state.items()}
         if not is_elsewhere(param):
             optimizer.state[param] = found
-
-
-def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Keeps a single entry of several parameters that shared their memory."""
-    kept: dict[int, nn.Parameter] = {}
-    for param in params:
-        if id(param) in kept:
-            warnings.warn(
-                f"Two parameters of shape {tuple(param.shape)} shared memory and are one parameter "
-                "now, stepped once with the sum of both gradients. Before, an optimizer with "
-                "adaptive steps moved them twice. Tie them by assignment to say so in the model.",
-                stacklevel=2,
-            )
-            continue
-        kept[id(param)] = param
-    return list(kept.values())
 
 
 def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any:

@@ -59,30 +59,26 @@ def resolve_precision(
         is_linear: of a linear layer that is a unit, as adapters are: it multiplies its input by a
             weight of the unit's dtype, or fails.
     """
-    policy = _resolve(mixed_precision, compute)
-    if not inner:
-        return policy
-    if is_linear:
-        return dataclasses.replace(policy, output_dtype=None)
-    asked = isinstance(mixed_precision, PrecisionSpec) and mixed_precision.cast_forward_inputs
-    return dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=bool(asked))
-
-
-def _resolve(
-    mixed_precision: str | PrecisionSpec, compute: torch.dtype | None
-) -> MixedPrecisionPolicy:
+    asks_for_cast = False
     if isinstance(mixed_precision, PrecisionSpec):
-        return MixedPrecisionPolicy(
+        asks_for_cast = bool(mixed_precision.cast_forward_inputs)
+        policy = MixedPrecisionPolicy(
             param_dtype=_dtype(mixed_precision.param_dtype),
             reduce_dtype=_dtype(mixed_precision.reduce_dtype),
             output_dtype=_dtype(mixed_precision.output_dtype),
             cast_forward_inputs=mixed_precision.cast_forward_inputs is not False,
         )
-    if mixed_precision == "FULL" or compute is None:
-        return MixedPrecisionPolicy()
-    # As FSDP1 under Composer: DEFAULT adds gradients up in fp32, PURE in the dtype of the run.
-    reduce = torch.float32 if mixed_precision == "DEFAULT" else compute
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    elif mixed_precision == "FULL" or compute is None:
+        policy = MixedPrecisionPolicy()
+    else:
+        # As FSDP1 under Composer: DEFAULT adds gradients up in fp32, PURE in the dtype of the run.
+        reduce = torch.float32 if mixed_precision == "DEFAULT" else compute
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    if not inner:
+        return policy
+    if is_linear:
+        return dataclasses.replace(policy, output_dtype=None)
+    return dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=asks_for_cast)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -106,54 +102,49 @@ def gather_in_float8(model: nn.Module, units: Iterable[FSDPModule], plan: Float8
     layers = {model.get_submodule(name).weight: name for name in plan.gathered}
     for group in (group for unit in units for group in param_groups(unit)):
         held = [param for param in params_of(group) if sharded_param(param) in layers]
-        shards = [local_shard(param) for param in held]
-        scales = _Scales(shards)
-        for index, (param, shard) in enumerate(zip(held, shards, strict=True)):
+        cast = _CastForGather([local_shard(param) for param in held])
+        for index, param in enumerate(held):
             layer = model.get_submodule(layers[sharded_param(param)])
-            _CastForGather(layer, shard, scales, index)
+            cast.attach(index, layer)
             init_all_gather_extensions(param)
 
 
-class _Scales:
-    """Finds scales of the weights that one collective gathers in fp8, anew for each gather.
+class _CastForGather:
+    """Casts the weights that one collective gathers in fp8, with scales found for each gather.
 
     Whether they have changed cannot be told: in-place operations on a DTensor do not count up the
     version of the shard inside.
     """
 
-    def __init__(self, shards: Sequence[torch.Tensor]) -> None:
+    def __init__(self, shards: Sequence[Any]) -> None:
         self._shards = shards
-        self._found: dict[int, torch.Tensor] = {}
+        self._scales: dict[int, torch.Tensor] = {}
+
+    def attach(self, index: int, layer: Any) -> None:
+        """Gives a shard the methods that FSDP2 looks for around its gather. Collective: no.
+
+        Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L687
+        """
+        kind = torchao_module("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+        shard, dtype = self._shards[index], layer.config.cast_config_weight.target_dtype
+        cast = kind(shard.detach(), layer.linear_mm_config, dtype)
+
+        # Torch counts the parameters of this method: with a single one, it gives the mesh alone.
+        def before(mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+            cast._precomputed_scale = self._scale_of(index, dtype, mesh)
+            return cast.fsdp_pre_all_gather(mesh)
+
+        shard.fsdp_pre_all_gather = before
+        shard.fsdp_post_all_gather = cast.fsdp_post_all_gather
 
     @torch.no_grad()
-    def of(self, index: int, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor:
+    def _scale_of(self, index: int, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor:
         """Collective: yes, for the first weight of each gather, even if the last was dropped."""
-        if index not in self._found:
+        if index not in self._scales:
             largest = torch.stack(
                 [torch.linalg.vector_norm(shard, float("inf")) for shard in self._shards]
             )
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
             scales = torchao_module("float8.float8_utils").amax_to_scale(largest, dtype)
-            self._found = dict(enumerate(scales.unbind()))
-        return self._found.pop(index)
-
-
-class _CastForGather:
-    """Has the methods that FSDP2 looks for on a shard around its gather.
-
-    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L687
-    """
-
-    def __init__(self, layer: Any, shard: Any, scales: _Scales, index: int) -> None:
-        kind = torchao_module("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
-        self._scales, self._index = scales, index
-        self._dtype = layer.config.cast_config_weight.target_dtype
-        self._cast = kind(shard.detach(), layer.linear_mm_config, self._dtype)
-        # Torch looks for methods of these names on the shard itself, and counts the parameters of
-        # the first one: with a single one, it gives the mesh alone.
-        shard.fsdp_pre_all_gather = self._before
-        shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
-
-    def _before(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
-        self._cast._precomputed_scale = self._scales.of(self._index, self._dtype, mesh)
-        return self._cast.fsdp_pre_all_gather(mesh)
+            self._scales = dict(enumerate(scales.unbind()))
+        return self._scales.pop(index)

@@ -23,16 +23,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.held import Held, held_by, is_elsewhere
-from composer_fsdp2.parallel.row_order import (
-    RowOrder,
-    order_of,
-    shape_in_model,
-    without_order,
-)
+from composer_fsdp2.parallel.held import held_by, is_elsewhere
+from composer_fsdp2.parallel.row_order import order_of, shape_in_model, without_order
 from composer_fsdp2.shard.apply import is_sharded
+from composer_fsdp2.shard.layout import Place
 from composer_fsdp2.shard.optimizer import shard_like
-from composer_fsdp2.shard.unit_hooks import hooks_around
 from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.members import check_private_members
 from composer_fsdp2.torch_private.tensors import local_part, without_fsdp_hooks_after_load
@@ -44,9 +39,6 @@ from composer_fsdp2.torch_private.units import (
 )
 
 __all__ = ["holds_shards", "is_shown", "is_summoned", "summon_full_params"]
-
-Place = tuple[nn.Module, str]
-_Borrowed = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
 
 
 def holds_shards(module: nn.Module) -> bool:
@@ -141,13 +133,13 @@ def summon_full_params(
             "every rank of a node. Add rank0_only=True, writeback=False if rank 0 is enough.",
             stacklevel=3,
         )
-    busy = [name for name, inner in module.named_modules() if _is_busy(inner)]
-    if busy:
+    inside = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+    units: list[FSDPModule] = [unit for _, unit in inside]
+    if busy := [name for name, unit in inside if is_busy(unit)]:
         raise PlanError(
             f"'{busy[0]}' is inside a forward or backward, or one was aborted. Its parameters are "
             "on their way between shards and whole. Summon full parameters between steps."
         )
-    units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for unit in units:
         # A unit that does not reshard after forward still has whole parameters in its modules.
         unit.reshard()
@@ -169,9 +161,7 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
     """Refuses parameters of units outside the module, which may be gathered at the moment."""
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         return
-    suspects: list[tuple[str, nn.Module]] = []
-    if not isinstance(module, FSDPModule):
-        suspects += _region(module)
+    suspects = [] if isinstance(module, FSDPModule) else [*_region(module)]
     roots = [is_root(unit) for unit in units]
     if False in roots and True not in roots:
         # A weight shared by several units belongs to one around them.
@@ -192,10 +182,6 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module._parameters.values() if param is not None]
-
-
-def _is_busy(module: nn.Module | FSDPModule) -> bool:
-    return isinstance(module, FSDPModule) and is_busy(module)
 
 
 def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -301,7 +287,9 @@ class _Summoned:
     rank0_only: bool
     with_grads: bool
     wholes: list[_Whole] = field(default_factory=list[_Whole])
-    borrowed: list[_Borrowed] = field(default_factory=list[_Borrowed])
+    borrowed: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = field(
+        default_factory=list[Any]
+    )
     """tensors that a block around this one shows, with values and gradients from its start"""
     ids: set[int] = field(default_factory=set[int])
     """of the shards and of the tensors in their places"""
@@ -319,7 +307,12 @@ class _Summoned:
         for whole in found:
             param = whole.shard
             if _block_of(param) is None:
-                full = self._gather(param, offload_to_cpu)
+                values = _whole(param, param, offload_to_cpu)
+                assert values is not None
+                full = nn.Parameter(values, requires_grad=param.requires_grad)
+                vars(full).update(without_order(vars(param)))
+                if self.with_grads and (param.grad is not None or held_by(param) is not None):
+                    full.grad = _whole(param.grad, param, offload_to_cpu)
                 whole.full, whole.version = full if shows else None, param._version
                 self.wholes.append(whole)
             elif not isinstance(param, DTensor):
@@ -342,17 +335,6 @@ class _Summoned:
                 "it in the block around this one."
             )
 
-    def _gather(self, shard: nn.Parameter, offload_to_cpu: bool) -> nn.Parameter:
-        order = order_of(shard)
-        held = held_by(shard)
-        whole = _whole(shard, order, offload_to_cpu, held)
-        assert whole is not None
-        full = nn.Parameter(whole, requires_grad=shard.requires_grad)
-        vars(full).update(without_order(vars(shard)))
-        if self.with_grads and (shard.grad is not None or held is not None):
-            full.grad = _whole(shard.grad, order, offload_to_cpu, held)
-        return full
-
     def enter(self) -> None:
         _BLOCKS.append(self)
         self.undo.callback(_BLOCKS.remove, self)
@@ -370,11 +352,16 @@ class _Summoned:
     def _make_way(self, unit: FSDPModule) -> None:
         """Has the shards in place for a forward, and for methods registered like a forward."""
         assert isinstance(unit, nn.Module)
-        self.undo.enter_context(hooks_around(unit, self._before_forward, self._after_forward))
+        # Prepended later than FSDP2's own, so it runs before that one gathers. Torch calls no hooks
+        # after a forward that raised, except those with `always_call`.
+        before = unit.register_forward_pre_hook(self._before_forward, prepend=True)
+        after = unit.register_forward_hook(self._after_forward, always_call=True)
+        for hook in (before, after):
+            self.undo.callback(hook.remove)
         for name, value in list(vars(unit).items()):
             # `register_fsdp_forward_method` puts a bound method into the instance.
             if isinstance(value, types.MethodType) and value.__self__ is unit:
-                self._set(unit, name, self._around(value))
+                self._set(unit, name, self._forward()(value))
         for name in CHANGES_PARAMETERS:
             self._set(unit, name, _refuse)
 
@@ -386,16 +373,13 @@ class _Summoned:
         )
         attributes[name] = value
 
-    def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._before_forward()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self._after_forward()
-
-        return call
+    @contextlib.contextmanager
+    def _forward(self) -> Generator[None]:
+        self._before_forward()
+        try:
+            yield
+        finally:
+            self._after_forward()
 
     def _before_forward(self, *_: Any) -> None:
         if self.forwards == 0:
@@ -418,7 +402,7 @@ class _Summoned:
         keep = keep and not changed
         # A forward that failed leaves units gathered, and FSDP2 believing so: only the hook after
         # forward frees them. https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L237
-        idle = not any(_is_busy(unit) for unit in self.units)
+        idle = not any(map(is_busy, self.units))
         with self.undo:
             for unit in self.units:
                 unit.reshard()
@@ -445,16 +429,18 @@ _BLOCKS: list[_Summoned] = []
 """blocks that are running, inner ones last"""
 
 
-def _whole(
-    tensor: torch.Tensor | None, order: RowOrder | None, on_cpu: bool, held: Held | None
-) -> torch.Tensor | None:
-    """Gathers a tensor into memory of its own, as the model has it. Collective: yes."""
-    if held is not None:
+def _whole(tensor: torch.Tensor | None, shard: nn.Parameter, on_cpu: bool) -> torch.Tensor | None:
+    """Gathers a shard or its gradient into memory of its own, as the model has it.
+
+    Collective: yes.
+    """
+    if (held := held_by(shard)) is not None:
         found = held.whole(tensor)
         return found if found is None or not on_cpu else found.cpu()
     assert isinstance(tensor, DTensor)
     full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-    full = full if order is None else order.to_model(full)
+    if (order := order_of(shard)) is not None:
+        full = order.to_model(full)
     if full.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
         full = full.clone()  # with one shard there is nothing to gather
     return full.to("cpu" if on_cpu else tensor.device_mesh.device_type)

@@ -12,11 +12,10 @@ Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_f
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ __all__ = [
     "force_backward_through",
     "hook_after_sharding",
     "hook_before_sharding",
-    "hooks_around",
     "leave_division_to_torch",
     "probe_reduction",
 ]
@@ -77,24 +75,6 @@ def hook_after_sharding(module: nn.Module, cast: InputCast, full: str | None, fr
         module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
     if frozen:
         module.register_forward_hook(_gather_once_backward_needs_it)
-
-
-@contextlib.contextmanager
-def hooks_around(
-    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
-) -> Generator[None]:
-    """Calls functions around the forward of a unit, for the duration of a block. Collective: no."""
-    # Prepended later than FSDP2's own, so it runs before that one gathers. Torch calls no hooks
-    # after a forward that raised, except those with `always_call`.
-    hooks = (
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _before_forward(module: Any, _args: object) -> None:
@@ -349,10 +329,6 @@ class AverageOverReplicas:
         self.due = True
         """false keeps gradients on this rank until a call with true, as torch's own HSDP does"""
         self.waiting: torch.Tensor | None = None
-
-    def forget(self) -> None:
-        """Drops gradients that wait."""
-        self.due, self.waiting = True, None
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Collective: yes, when it is due."""

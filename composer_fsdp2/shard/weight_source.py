@@ -146,14 +146,8 @@ class SourcedWeights:
         local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self._shards_on)
         if (order := self._orders.get(name)) is None:
             self._fill(name, local, offsets)
-        else:
-            self._fill_runs(name, local, offsets, order)
-        return sharded_like(local, param)
-
-    def _fill_runs(
-        self, name: str, local: torch.Tensor, offsets: Sequence[int], order: RowOrder
-    ) -> None:
-        """Reads rows that lie in another order in the source; see [Note: order of rows]."""
+            return sharded_like(local, param)
+        # Rows lie in another order in the source; see [Note: order of rows].
         begin = offsets[order.dim]
         end = begin + local.shape[order.dim]
         for here, there, count in order.runs():
@@ -163,6 +157,7 @@ class SourcedWeights:
                 starts[order.dim] = there + first - here
                 part = local.narrow(order.dim, first - begin, last - first)
                 self._fill(name, part, starts)
+        return sharded_like(local, param)
 
     def _fill(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
         """Reads, unless something has gone wrong already."""

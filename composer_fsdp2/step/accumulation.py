@@ -171,6 +171,6 @@ def reset(units: Iterable[FSDPModule]) -> None:
             drop_unreduced(group)
             hook = all_reduce_hook(group)
             if isinstance(hook, AverageOverReplicas):
-                hook.forget()
+                hook.due, hook.waiting = True, None
         # Now that no state is that of a forward, in which some units would stay gathered.
         unit.reshard()
