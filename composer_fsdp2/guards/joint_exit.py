@@ -22,7 +22,7 @@ import threading
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -96,7 +96,9 @@ class JointExit:
         self._lock = threading.Lock()
         self._inside = threading.local()
         self._owner = 0
-        self._watching = self._attempting = False
+        self._watching = False
+        self.attempting = False
+        """whether an attempt has begun and not ended"""
         self._total = 0
         self._now = _Round(0)
         self._wake = threading.Event()
@@ -115,7 +117,7 @@ class JointExit:
         if self._watching:
             yield
             return
-        self._attempting, self._owner = False, threading.get_ident()
+        self.attempting, self._owner = False, threading.get_ident()
         self._watching = True
         stop = threading.Event()
         look = threading.Thread(target=self._look, args=(stop,), name="joint exit", daemon=True)
@@ -126,7 +128,7 @@ class JointExit:
                     yield
                     self.meet()  # nobody goes where others cannot reach it
                 except Exception as error:
-                    self._attempting = False
+                    self.attempting = False
                     text = self._reason(error)
                     if text is None:
                         raise
@@ -170,22 +172,17 @@ class JointExit:
 
     # --- Attempts. ---
 
-    @property
-    def attempting(self) -> bool:
-        """Whether an attempt has begun and not ended."""
-        return self._attempting
-
     def begin(self) -> None:
         """Begins an attempt, which no rank leaves before all have come to it. Collective: yes."""
-        self._attempting = True
+        self.attempting = True
         with self.attempt():
             self.meet()
 
     def end(self) -> None:
         """Ends the attempt on every rank, or on none. Collective: yes."""
-        if self._attempting:
+        if self.attempting:
             self.meet()
-            self._attempting = False
+            self.attempting = False
 
     def meet(self) -> None:
         """Waits for all ranks; none is short of anything after that. Collective: yes."""
@@ -213,7 +210,7 @@ class JointExit:
             yield
             return
         except Exception as error:
-            text = self._reason(error) if self._attempting else None
+            text = self._reason(error) if self.attempting else None
             if text is None:
                 raise
             traceback.clear_frames(error.__traceback__)  # which hold what was allocated
@@ -249,11 +246,11 @@ class JointExit:
         try:
             self._join_the_rest(now)
             everyone: list[tuple[str, bool]] = [("", True)] * dist.get_world_size()
-            dist.all_gather_object(everyone, (text, self._attempting))
+            dist.all_gather_object(everyone, (text, self.attempting))
         finally:
             self._inside.depth = 0
         with self._lock:
-            self._attempting, self._now = False, _Round(now.number + 1)
+            self.attempting, self._now = False, _Round(now.number + 1)
         failed = {rank: said for rank, (said, _) in enumerate(everyone) if said}
         why = f"{rank_text(failed)}: {next(iter(failed.values()), '')}"
         if all(attempting for _, attempting in everyone):
@@ -279,7 +276,12 @@ class JointExit:
         # The last to tell sums up, and the others ask for one key instead of one of each rank.
         if store.add(now.key("told"), 1) == len(ranks):
             everyone = store.multi_get([now.key(f"entered/{rank}") for rank in ranks])
-            store.set(now.key("wanted"), pickle.dumps(_most_entered(map(pickle.loads, everyone))))
+            # For each group the most that a rank has entered, and such a rank.
+            most: dict[str, tuple[int, int]] = {}
+            for rank, entered in enumerate(map(pickle.loads, everyone)):
+                for name, count in entered.items():
+                    most[name] = max(most.get(name, (0, 0)), (count, rank))
+            store.set(now.key("wanted"), pickle.dumps(most))
         self._wake.set()
 
     def _join_the_rest(self, now: _Round) -> None:
@@ -296,8 +298,6 @@ class JointExit:
             if missing and group_named(name) is not None:
                 held: list[Joined] = pickle.loads(default_store().get(now.key(f"held/{name}")))
                 rest[name] += held[len(held) - missing :]
-        if not rest:
-            return
 
         def join_all(name: str) -> None:
             if self._device.type != "cpu":
@@ -306,7 +306,7 @@ class JointExit:
             if (group := group_named(name)) is not None:
                 join(rest[name], group)
 
-        with ThreadPoolExecutor(len(rest), "joint exit") as pool:
+        with ThreadPoolExecutor(max(1, len(rest)), "joint exit") as pool:
             list(pool.map(join_all, rest))
 
     # --- The thread that looks. ---
@@ -329,16 +329,6 @@ class JointExit:
                     # `get` would wait for the key until the store's timeout.
                     if default_store().check([now.key("failed")]):
                         self._freeze(now)
-
-
-def _most_entered(told: Iterable[dict[str, int]]) -> dict[str, tuple[int, int]]:
-    """Returns for each group the most that a rank has entered, and the first such rank."""
-    most: dict[str, tuple[int, int]] = {}
-    for rank, entered in enumerate(told):
-        for name, count in entered.items():
-            if count > most.get(name, (0, 0))[0]:
-                most[name] = count, rank
-    return most
 
 
 def _agree(now: _Round, lock: threading.Lock) -> None:

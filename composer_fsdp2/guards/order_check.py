@@ -105,9 +105,8 @@ class CollectiveWatchdog:
     def watch(self) -> None:
         """Looks every few seconds, in a thread, as long as its process group is there."""
         self._post("")  # so that all keys are there when a rank reads them
-        look = threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True)
-        look.name = "watchdog"
-        look.start()
+        held = weakref.ref(self)
+        threading.Thread(target=_look_again, args=(held,), name="watchdog", daemon=True).start()
 
     def look(self, now: float) -> None:
         """Tells the other ranks, once, if this rank has entered nothing lately. Collective: no."""
@@ -120,15 +119,12 @@ class CollectiveWatchdog:
             self._post(self._text())
             self._posted = True
         elif not self._late and now - self._since > self.late_seconds:
-            self._late = True
-            self._say(self._places(), now - self._since)
-
-    def _say(self, places: dict[str, list[int]], waited_seconds: float) -> None:
-        """Says where all are, unless another rank does or nobody can be waiting for a unit."""
-        text = f"FSDP2: Nothing entered for {waited_seconds:.0f} s. {_describe(places)}"
-        told = [rank for said, ranks in places.items() if said != _SILENT for rank in ranks]
-        if len(places) > 1 and min(told) == dist.get_rank():
-            print(text, file=sys.stderr, flush=True)
+            self._late, places = True, self._places()
+            told = [rank for said, ranks in places.items() if said != _SILENT for rank in ranks]
+            # One rank says it, and none where nobody can be waiting for a unit.
+            if len(places) > 1 and min(told) == dist.get_rank():
+                text = f"FSDP2: Nothing entered for {now - self._since:.0f} s. {_describe(places)}"
+                print(text, file=sys.stderr, flush=True)
 
     def report(self) -> str:
         """Names the last unit each rank entered, as far as ranks have told. Collective: no."""
@@ -243,27 +239,6 @@ _CHECKSUM = 2**24
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
 
 
-def _channel(timeout_seconds: float, device: torch.device) -> Agreement | None:
-    """Returns the channel for comparing, `None` with a warning if gloo does not get through."""
-    world = dist.group.WORLD
-    assert world is not None
-    # A rank has no channel when the first model is prepared, and after a collective of it failed.
-    if not agreement_of(device).any_rank(world not in _channels):
-        return _channels[world]
-    # A rank can only end when its messages have arrived, or are late.
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    channel = connected(
-        timeout,
-        device,
-        "They do not compare the order of their collectives (order_check). Set GLOO_SOCKET_IFNAME "
-        "to the interface they share, or write order_check: never.",
-    )
-    if channel is None:
-        return None
-    _channels[world] = channel
-    return channel
-
-
 @contextlib.contextmanager
 def _forgetting() -> Generator[None]:
     """Has another channel made after an error: gloo raises the same one ever after."""
@@ -286,17 +261,29 @@ class OrderCheck(StepListener):
     @classmethod
     def wanted(cls, run: Run) -> bool:
         """Says whether another rank could differ. Collective: yes, the first time in a process."""
+        world: Any = dist.group.WORLD
         watchdog = watchdog_of(run.device)
         if run.settings.order_check == "never" or watchdog is None:
             return False
-        return _channel(watchdog.late_seconds, run.device) is not None
+        # A rank has no channel when the first model is prepared, and after a collective of it
+        # failed.
+        if agreement_of(run.device).any_rank(world not in _channels):
+            channel = connected(
+                # A rank can only end when its messages have arrived, or are late.
+                datetime.timedelta(seconds=watchdog.late_seconds),
+                run.device,
+                "They do not compare the order of their collectives (order_check). Set "
+                "GLOO_SOCKET_IFNAME to the interface they share, or write order_check: never.",
+            )
+            if channel is None:
+                return False
+            _channels[world] = channel
+        return True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        watchdog = watchdog_of(run.device)
-        assert watchdog is not None
-        self._watchdog = watchdog
-        self._channel = _channels[dist.group.WORLD]  # pyright: ignore[reportArgumentType]
+        world: Any = dist.group.WORLD
+        self._watchdog, self._channel = _watchdogs[world], _channels[world]
         self._names = {name: unit_text(name) for name in run.units}
         self._once = run.settings.order_check == "first"
         self._is_asked = False
@@ -379,7 +366,19 @@ class OrderCheck(StepListener):
             ) from None
         if least != most:
             everyone: list[list[str]] = self._channel.of_all([*self._shown, subject])
-            raise PlanError(_first_error(everyone) or _difference(everyone))
+            for rank, last in enumerate(everyone):
+                if last[-1].startswith(_ERROR):
+                    # That rank could not go on; all ranks raise its error.
+                    raise PlanError(f"On rank {rank}: {last[-1].removeprefix(_ERROR)}")
+            ranks = ranks_by(map(tuple, everyone))
+            (first, at_first), (other, at_other) = list(ranks.items())[:2]
+            lines = [f"  {rank_text(which)}: {', '.join(last)}" for last, which in ranks.items()]
+            raise PlanError(
+                f"The next collective is {first[-1]} on {rank_text(at_first)} and {other[-1]} on "
+                f"{rank_text(at_other)}. The ranks would wait for each other until the process "
+                "group gives up, or mix the weights of different units. Have every rank run the "
+                "same modules in the same order. The last collectives of each:\n" + "\n".join(lines)
+            )
         if shown:
             self._shown.append(subject)
 
@@ -430,9 +429,7 @@ class Watchdog(StepListener):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        watchdog = watchdog_of(run.device)
-        assert watchdog is not None
-        self._watchdog = watchdog
+        self._watchdog = _watchdogs[dist.group.WORLD]  # pyright: ignore[reportArgumentType]
         self._microbatch = 0
 
     def begin_forward(self) -> None:
@@ -457,21 +454,3 @@ def _first_difference(everyone: Sequence[tuple[int, list[str]]]) -> str:
             places = [f"{what} on {rank_text(which)}" for what, which in ranks_by(at).items()]
             return f" The first difference: {' and '.join(places[:_SHOWN])}."
     return ""
-
-
-def _first_error(everyone: list[list[str]]) -> str | None:
-    """Returns the reason why another rank could not go on; all ranks raise it."""
-    errors = [(rank, last[-1]) for rank, last in enumerate(everyone) if last[-1].startswith(_ERROR)]
-    return f"On rank {errors[0][0]}: {errors[0][1].removeprefix(_ERROR)}" if errors else None
-
-
-def _difference(everyone: list[list[str]]) -> str:
-    ranks = ranks_by(map(tuple, everyone))
-    (first, at_first), (other, at_other) = list(ranks.items())[:2]
-    lines = [f"  {rank_text(which)}: {', '.join(last)}" for last, which in ranks.items()]
-    return (
-        f"The next collective is {first[-1]} on {rank_text(at_first)} and {other[-1]} on "
-        f"{rank_text(at_other)}. The ranks would wait for each other until the process group gives "
-        "up, or mix the weights of different units. Have every rank run the same modules in the "
-        "same order. The last collectives of each:\n" + "\n".join(lines)
-    )

@@ -136,10 +136,10 @@ class GatheredParameters(StepListener):
         """Raises errors that a forward has shown. Collective: yes, the first time."""
         trains = torch.is_grad_enabled()
         self._forwards[trains] += 1
-        if self._forwards[trains] > 1:
+        if self._forwards[trains] == 1:
+            self._agree("the end of the first forward")
+        else:
             self._raise_here()
-            return
-        self._agree("the end of the first forward")
 
     def aborted(self) -> None:
         """Starts anew: ranks have ended different numbers of forwards. Collective: no."""
@@ -176,10 +176,24 @@ class GatheredParameters(StepListener):
             if param.is_exchanged():
                 self._found.append(_exchanged(param))
             elif param.is_changed():
-                self._found.append(_changed(param))
+                self._found.append(
+                    f"'{param.name}' was changed in place while {_unit_text(param.unit)} had it "
+                    "gathered, by a forward, a submodule or a hook. That is a copy which FSDP2 "
+                    "frees: the change is lost, and training would silently go another way than "
+                    "without FSDP2. Keep what forward counts or adapts in a buffer "
+                    "(register_buffer); compute with a changed copy (F.linear(x, "
+                    "self.weight.clamp(-1, 1))); or change the weight between steps, in a "
+                    "callback, with composer_fsdp2.summon_full_params."
+                )
             param.contents = None
         exported = [param for param in self._groups[group] if is_exported(param.record)]
-        self._found += map(_is_exported, exported)
+        self._found += [
+            f"`numpy()`, or something like it, was called on '{param.name}' while "
+            f"{_unit_text(param.unit)} had it gathered. The array shares memory that FSDP2 frees "
+            "when it is no longer needed, and torch cannot free what it has given away. Take a "
+            "copy: weight.detach().clone().numpy()."
+            for param in exported
+        ]
         return not exported  # torch would stop on this rank alone
 
     def after_forward(self, unit: str, output: Any) -> None:
@@ -195,7 +209,13 @@ class GatheredParameters(StepListener):
             own = {memory_id(p.record): p for p in self._groups[group] if p.plain}
             for leaf in tree_leaves(output):
                 if type(leaf) in (torch.Tensor, nn.Parameter) and storage_id(leaf) in own:
-                    raise PlanError(_returned(own[storage_id(leaf)], unit))
+                    raise PlanError(
+                        f"{_unit_text(unit)} returns its parameter '{own[storage_id(leaf)].name}', "
+                        "or a view of it. FSDP2 frees the memory when its forward is over, so "
+                        "whoever uses it reads freed memory. Return a copy (weight.clone()), use "
+                        "the weight inside the unit, or choose the unit around both with "
+                        "wrap_policy."
+                    )
 
     def _agree(self, subject: str) -> None:
         """Raises on every rank the changes that were found on any. Collective: yes."""
@@ -250,34 +270,31 @@ class AddedParameters(StepListener):
         names = {id(param): f"'{name}'" for name, param in self.run.model.named_parameters()}
         own = [param for param in params if id(param) in names]
         is_given = optimizer is self.run.optimizer
-        if not is_given and (effect := _effect_on_checkpoints(own)) is not None:
-            kind, held = effect
+        is_divided = any(group_dividing(param) is not None for param in own)
+        if not is_given and (is_divided or any(held_by(param) is not None for param in own)):
+            kind, held = (
+                ("tensor", "fused weights in another order")
+                if is_divided
+                else ("expert", "the experts of one rank alone")
+            )
             raise PlanError(
                 f"{type(optimizer).__name__} was built after the model was prepared with {kind} "
                 f"parallelism. Its checkpoints would hold {held}. Give it to prepare_fully_shard, "
                 "or to the Trainer."
             )
-        added = [p for p in params if _is_plain(p) and p.requires_grad and id(p) not in self._whole]
-        for param in added:
-            name = names.get(id(param))
-            if name is None and not is_given:
-                continue
+        checked = params if is_given else own
+        added = [
+            p for p in checked if _is_plain(p) and p.requires_grad and id(p) not in self._whole
+        ]
+        if added:
+            name = names.get(id(added[0]), f"A parameter of shape {tuple(added[0].shape)}")
             raise PlanError(
-                f"{name or f'A parameter of shape {tuple(param.shape)}'} was given to "
+                f"{name} was given to "
                 f"{type(optimizer).__name__} after the model was prepared. No rank averages its "
                 "gradient with others, so each would train another value. Add it to the model and "
                 "to the optimizer before prepare_fully_shard, or before the Trainer is made."
             )
         self._seen[optimizer] = found
-
-
-def _effect_on_checkpoints(params: list[Any]) -> tuple[str, str] | None:
-    """Returns what divides them between ranks, and how an optimizer that is not told saves them."""
-    if any(group_dividing(param) is not None for param in params):
-        return "tensor", "fused weights in another order"
-    if any(held_by(param) is not None for param in params):
-        return "expert", "the experts of one rank alone"
-    return None
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -295,17 +312,6 @@ def _unit_text(name: str) -> str:
     return f"unit '{name}'" if name else "the root unit"
 
 
-def _changed(param: _Param) -> str:
-    return (
-        f"'{param.name}' was changed in place while {_unit_text(param.unit)} had it gathered, by a "
-        "forward, a submodule or a hook. That is a copy which FSDP2 frees: the change is lost, and "
-        "training would silently go another way than without FSDP2. Keep what forward counts or "
-        "adapts in a buffer (register_buffer); compute with a changed copy (F.linear(x, "
-        "self.weight.clamp(-1, 1))); or change the weight between steps, in a callback, with "
-        "composer_fsdp2.summon_full_params."
-    )
-
-
 def _exchanged(param: _Param) -> str:
     return (
         f"Another tensor was put in the place of '{param.name}' while {_unit_text(param.unit)} "
@@ -313,22 +319,4 @@ def _exchanged(param: _Param) -> str:
         "the parameters it gathers, so the tensor would be ignored or dropped. Give forward the "
         "tensor as an argument; call the module's function with it (F.linear(x, weight)); or write "
         "it into the parameter between steps with composer_fsdp2.summon_full_params."
-    )
-
-
-def _returned(param: _Param, unit: str) -> str:
-    return (
-        f"{_unit_text(unit)} returns its parameter '{param.name}', or a view of it. FSDP2 frees "
-        "the memory when its forward is over, so whoever uses it reads freed memory. Return a copy "
-        "(weight.clone()), use the weight inside the unit, or choose the unit around both with "
-        "wrap_policy."
-    )
-
-
-def _is_exported(param: _Param) -> str:
-    return (
-        f"`numpy()`, or something like it, was called on '{param.name}' while "
-        f"{_unit_text(param.unit)} had it gathered. The array shares memory that FSDP2 frees when "
-        "it is no longer needed, and torch cannot free what it has given away. Take a copy: "
-        "weight.detach().clone().numpy()."
     )

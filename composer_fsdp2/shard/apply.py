@@ -196,21 +196,21 @@ def check_forward_methods(
     return list(found)
 
 
-def merge_aliases(tree: ModuleTree) -> bool:
-    """Makes one parameter of several that share their memory; returns whether there were any.
+def merge_aliases(tree: ModuleTree) -> ModuleTree:
+    """Makes one parameter of several that share their memory; returns the tree of the model then.
 
     Collective: no. See [Note: two kinds of ties].
     """
     representative = canonical_param_ids(tree.params)
     params = {id(ref.param): ref.param for ref in tree.params}
-    merged = False
-    for ref in tree.params:
-        first = params[representative[id(ref.param)]]
-        if first is not ref.param:
-            module, attribute = place_of(tree, ref)
-            module._parameters[attribute] = first
-            merged = True
-    return merged
+    aliases = [ref for ref in tree.params if representative[id(ref.param)] != id(ref.param)]
+    if not aliases:
+        return tree
+    for ref in aliases:
+        module, attribute = place_of(tree, ref)
+        module._parameters[attribute] = params[representative[id(ref.param)]]
+    tree.params.clear()  # whoever made it may hold it
+    return ModuleTree.read(tree.root)
 
 
 @collector_paused()
@@ -272,10 +272,7 @@ def apply_plan(
         ['', '0', '1']
     """
     check_private_members()
-    tree = tree or ModuleTree.read(model)
-    if merge_aliases(tree):
-        tree.params.clear()  # whoever made it may hold it
-        tree = ModuleTree.read(model)
+    tree = merge_aliases(tree or ModuleTree.read(model))
     shard_mesh, make_hook = probe_reduction(mesh)
     layout = Layout.read(tree, plan)
     weights = InitialWeights(

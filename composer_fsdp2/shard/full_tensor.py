@@ -12,7 +12,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.held import held_by
 from composer_fsdp2.parallel.row_order import order_of
 
-__all__ = ["full_tensor"]
+__all__ = ["full_tensor", "whole_value"]
 
 
 @torch.no_grad()
@@ -58,6 +58,11 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
             f"tensor to gather.{nearest(name, known)} Write a name of model.named_parameters()."
         ) from error
     value = param.grad if gradient else param.detach()
+    return whole_value(param, value)
+
+
+def whole_value(param: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a parameter's value or gradient as one process has it; see `full_tensor`."""
     if (held := held_by(param)) is not None:
         return held.whole(value)
     whole = value.full_tensor() if isinstance(value, DTensor) else value

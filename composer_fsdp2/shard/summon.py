@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.held import held_by, is_elsewhere
-from composer_fsdp2.parallel.row_order import order_of, shape_in_model, without_order
+from composer_fsdp2.parallel.row_order import shape_in_model, without_order
 from composer_fsdp2.shard.apply import is_sharded
+from composer_fsdp2.shard.full_tensor import whole_value
 from composer_fsdp2.shard.layout import Place
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.text import listed
@@ -429,21 +430,18 @@ _BLOCKS: list[_Summoned] = []
 """blocks that are running, inner ones last"""
 
 
-def _whole(tensor: torch.Tensor | None, shard: nn.Parameter, on_cpu: bool) -> torch.Tensor | None:
+def _whole(tensor: torch.Tensor | None, shard: Any, on_cpu: bool) -> torch.Tensor | None:
     """Gathers a shard or its gradient into memory of its own, as the model has it.
 
     Collective: yes.
     """
-    if (held := held_by(shard)) is not None:
-        found = held.whole(tensor)
-        return found if found is None or not on_cpu else found.cpu()
-    assert isinstance(tensor, DTensor)
-    full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-    if (order := order_of(shard)) is not None:
-        full = order.to_model(full)
-    if full.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
-        full = full.clone()  # with one shard there is nothing to gather
-    return full.to("cpu" if on_cpu else tensor.device_mesh.device_type)
+    found = whole_value(shard, None if tensor is None else tensor.detach())
+    if found is None:
+        return None
+    own = local_part(shard if tensor is None else tensor).untyped_storage()
+    if found.untyped_storage().data_ptr() == own.data_ptr():
+        found = found.clone()  # with one shard there is nothing to gather
+    return found.to("cpu" if on_cpu else shard.device_mesh.device_type)
 
 
 def _refuse(*_args: Any, **_kwargs: Any) -> Any:

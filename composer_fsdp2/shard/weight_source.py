@@ -63,10 +63,9 @@ class SourcedWeights:
         self._source, self._device, self._shards_on = source, device, shards_on
         self._places: dict[str, list[Place]] = {}
         """parameter name -> every place of that parameter"""
-        self._orders: dict[str, RowOrder] = {}
-        """parameter name -> the order of its rows, where tensor parallelism changed it"""
-        self._held: dict[str, Held] = {}
-        """parameter name -> which of its experts this rank has"""
+        self._divided: dict[str, tuple[RowOrder | None, Held | None]] = {}
+        """parameter name -> the order of its rows, where tensor parallelism changed it, and which
+        of its experts this rank has"""
         self._failure: Exception | None = None
         self._total_bytes = 0
         """of all parameters that are read, on all ranks together"""
@@ -76,10 +75,7 @@ class SourcedWeights:
             if ref.name in self:
                 self._places[ref.name] = by_param.setdefault(id(ref.param), [])
                 self._places[ref.name].append(place_of(tree, ref))
-                if (order := order_of(ref.param)) is not None:
-                    self._orders[ref.name] = order
-                if (held := held_by(ref.param)) is not None:
-                    self._held[ref.name] = held
+                self._divided[ref.name] = order_of(ref.param), held_by(ref.param)
         for ref in tree.params:
             if (places := by_param.pop(id(ref.param), None)) is not None:
                 self._total_bytes += ref.param.nbytes
@@ -141,10 +137,11 @@ class SourcedWeights:
         # Torch's checkpoints ask this way where a shard begins; each rank has a single shard.
         (chunk,) = param.__create_chunk_list__()
         offsets = list(chunk.offsets)
-        if name in self._held:
-            offsets[0] += self._held[name].begin(param.shape)
+        order, held = self._divided[name]
+        if held is not None:
+            offsets[0] += held.begin(param.shape)
         local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self._shards_on)
-        if (order := self._orders.get(name)) is None:
+        if order is None:
             self._fill(name, local, offsets)
             return sharded_like(local, param)
         # Rows lie in another order in the source; see [Note: order of rows].

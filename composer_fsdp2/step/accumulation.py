@@ -72,8 +72,7 @@ class Accumulation:
 
         Collective: no.
         """
-        new = {name: unit for name, unit in self._new.items() if not _has_run(unit)}
-        self._before = {**new, **self._again}
+        self._before = self._not_run()
         try:
             yield
             self._again = {}
@@ -115,14 +114,15 @@ class Accumulation:
                 "gradient_sync: last."
             )
 
+    def _not_run(self) -> dict[str, FSDPModule]:
+        """Returns units that have not run yet, or had not before the batch that runs again."""
+        self._new = {name: unit for name, unit in self._new.items() if not _has_run(unit)}
+        return {**self._new, **self._again}
+
     def _set_due(self, due: bool) -> None:
-        if self._sync == "last":
-            self._new = {name: unit for name, unit in self._new.items() if not _has_run(unit)}
-            new = {**self._new, **self._again}
-            if due:
-                self._again = {}
-        else:
-            new = {}
+        new = self._not_run()
+        if due:
+            self._again = {}
         for name, unit in self._units.items():
             if self._sync == "reduce_scatter_only":
                 _set_all_reduce_due(unit, due)

@@ -126,22 +126,21 @@ def agreement_of(device: torch.device) -> Agreement:
         device: of the default group's collectives.
     """
     world: Any = dist.group.WORLD
-    if world not in _agreements:
-        _agreements[world] = _made(world, device)
-    return _agreements[world]
-
-
-def _made(world: dist.ProcessGroup, device: torch.device) -> Agreement:
+    if world in _agreements:
+        return _agreements[world]
     takes = takes_cpu_tensors(dist.get_backend_config(world)) and len(_members(world)) == 1
     if world.size() == 1 or is_fake(world) or takes:
-        return Agreement()
-    # A new group gets the default of its backend, not what the default group was given.
-    timeout = timeout_of(world, device) or default_pg_timeout
-    lost = (
-        "Their agreements before each batch go through the device then, and every one of them "
-        "waits for it. Set GLOO_SOCKET_IFNAME to the interface they share."
-    )
-    return connected(timeout, device, lost) or Agreement((), device)
+        agreement = Agreement()
+    else:
+        # A new group gets the default of its backend, not what the default group was given.
+        timeout = timeout_of(world, device) or default_pg_timeout
+        lost = (
+            "Their agreements before each batch go through the device then, and every one of them "
+            "waits for it. Set GLOO_SOCKET_IFNAME to the interface they share."
+        )
+        agreement = connected(timeout, device, lost) or Agreement((), device)
+    _agreements[world] = agreement
+    return agreement
 
 
 def connected(timeout: datetime.timedelta, device: torch.device, lost: str) -> Agreement | None:

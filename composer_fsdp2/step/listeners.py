@@ -12,6 +12,7 @@ https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_sha
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -249,9 +250,27 @@ class Prefetch(StepListener):
         self._running = False
         # Torch keeps these lists, and would prefetch by them in an evaluation as well.
         self._set_forward(dict.fromkeys(self._ahead, ()))
-        if self._order is not None:
-            self._free_unused()
-            self._compare(self._order)
+        if self._order is None:
+            return
+        # Drops gathers that were started for units which did not run after all. Torch would take
+        # such a gather for that of the next forward, after the optimizer's step.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L252
+        started = {target for name in self._ran for target in self._ahead.get(name, ())}
+        for name in sorted(started.difference(self._ran)):
+            self._units[name].unshard()  # waits for what is on its way
+            self._units[name].reshard()
+        if self._ran != self._order and not self._warned:
+            self._warned = True
+            pairs = enumerate(itertools.zip_longest(self._order, self._ran, fillvalue=None))
+            place, names = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            was, now = ("none" if name is None else f"'{name}'" for name in names)
+            warnings.warn(
+                f"FSDP units ran in another order than in the first step: {now} in place "
+                f"{place} where {was} was. forward_prefetch and backward_prefetch keep "
+                "the first order, and gather units too early or for nothing. Leave them out if the "
+                "order changes often.",
+                stacklevel=2,
+            )
 
     def _settle(self) -> None:
         """Turns the recorded order into prefetching. Collective: yes."""
@@ -277,33 +296,6 @@ class Prefetch(StepListener):
         for name, targets in ahead.items():
             modules = [self._units[target] for target in targets]
             self._units[name].set_modules_to_forward_prefetch(modules)
-
-    def _free_unused(self) -> None:
-        """Drops gathers that were started for units which did not run after all."""
-        # Torch would take such a gather for that of the next forward, after the optimizer's step.
-        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L252
-        started = {target for name in self._ran for target in self._ahead.get(name, ())}
-        for name in sorted(started.difference(self._ran)):
-            self._units[name].unshard()  # waits for what is on its way
-            self._units[name].reshard()
-
-    def _compare(self, order: list[str]) -> None:
-        if self._warned or self._ran == order:
-            return
-        self._warned = True
-        where = next(
-            (i for i, (a, b) in enumerate(zip(order, self._ran, strict=False)) if a != b),
-            min(len(order), len(self._ran)),
-        )
-        was, now = (
-            f"'{names[where]}'" if where < len(names) else "none" for names in (order, self._ran)
-        )
-        warnings.warn(
-            f"FSDP units ran in another order than in the first step: {now} in place {where} where "
-            f"{was} was. forward_prefetch and backward_prefetch keep the first order, and gather "
-            "units too early or for nothing. Leave them out if the order changes often.",
-            stacklevel=2,
-        )
 
 
 def _units_ahead(order: list[str], count: int, times: Mapping[str, int]) -> dict[str, list[str]]:

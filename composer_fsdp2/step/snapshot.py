@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,10 +27,7 @@ class Snapshot:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # At once: the first microbatch of an attempt already draws from them (dropout).
-        # Torch can do without numpy, which then nothing has imported.
-        self._numpy: Any = sys.modules.get("numpy")
-        of_numpy = None if self._numpy is None else self._numpy.random.get_state()
-        self._random = (random.getstate(), of_numpy, torch.get_rng_state())
+        self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._device_random = None if self._module is None else self._module.get_rng_state(device)
         self._kept: list[Callable[[], Any]] = []
@@ -78,8 +75,7 @@ class Snapshot:
         python, of_numpy, cpu = self._random
         random.setstate(python)
         torch.set_rng_state(cpu)
-        if self._numpy is not None:
-            self._numpy.random.set_state(of_numpy)
+        np.random.set_state(of_numpy)
         if self._module is not None:
             self._module.set_rng_state(self._device_random, self._device)
 

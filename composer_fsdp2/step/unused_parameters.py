@@ -207,11 +207,8 @@ class UnusedParameters(StepListener):
     def aborted(self) -> None:
         """Starts anew. Collective: no."""
         self._left = False
-        self._used.clear()
-        self._fresh.clear()
-        self._ran.clear()
-        self._told.clear()
-        self._uses.clear()
+        for heard in (self._used, self._fresh, self._ran, self._told, self._uses):
+            heard.clear()
         # Ranks may have heard different answers in that step: all units are compared again.
         self._always = set(self._given)
         self._comparing = True
