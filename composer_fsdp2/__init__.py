@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from composer_fsdp2.plan.planner import plan_wrapping
     from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
     from composer_fsdp2.shard.apply import apply_plan
-    from composer_fsdp2.shard.full_tensor import full_tensor
-    from composer_fsdp2.shard.summon import summon_full_params
+    from composer_fsdp2.shard.summon import full_tensor, summon_full_params
     from composer_fsdp2.trainer.config import TrainerFSDP2Config
     from composer_fsdp2.trainer.monitor import FSDP2Monitor
     from composer_fsdp2.trainer.patches import install, installed, uninstall
@@ -51,7 +50,7 @@ _HOMES = {
     "apply_activation": "blocks.activation",
     "apply_plan": "shard.apply",
     "clip_grad_norm_": "optim.norms",
-    "full_tensor": "shard.full_tensor",
+    "full_tensor": "shard.summon",
     "install": "trainer.patches",
     "installed": "trainer.patches",
     "parse_config": "config.schema",

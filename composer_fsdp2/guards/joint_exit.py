@@ -119,8 +119,7 @@ class JointExit:
             return
         self.attempting, self._owner = False, threading.get_ident()
         self._watching = True
-        stop = threading.Event()
-        look = threading.Thread(target=self._look, args=(stop,), name="joint exit", daemon=True)
+        look = threading.Thread(target=self._look, name="joint exit", daemon=True)
         look.start()
         try:
             with around_collectives(self._around):
@@ -135,7 +134,6 @@ class JointExit:
                     raise self._end(text) from error
         finally:
             self._watching = False
-            stop.set()
             self._wake.set()
             look.join()
 
@@ -311,11 +309,11 @@ class JointExit:
 
     # --- The thread that looks. ---
 
-    def _look(self, stop: threading.Event) -> None:
+    def _look(self) -> None:
         seen, pause = -1, _SHORT_SECONDS
         # A store that is gone takes the others with it.
         with suppress(RuntimeError, ValueError):
-            while not stop.is_set():
+            while self._watching:
                 self._wake.wait(pause)
                 self._wake.clear()
                 now = self._now  # a look is at one round, whatever the rank does meanwhile

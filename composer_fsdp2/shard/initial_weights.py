@@ -15,7 +15,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -58,20 +58,16 @@ class MetaDeviceReport:
             tree: the model.
             sourced: names that are left out, because a source has their values.
         """
-        refs = [ref for ref in tree.params if ref.name not in sourced]
-        names = [ref.name for ref in refs if ref.param.is_meta]
-        total = len(refs)
-        attributes: list[str] = []
+        found = [(ref.name, ref.param, True) for ref in tree.params]
         for path, module in tree.modules():
-            for name, tensor in _unlearned_tensors(module):
-                if child_name(path, name) in sourced:
-                    continue
-                total += 1
-                if name not in module._buffers:
-                    attributes.append(f"{path}.{name} {tensor.shape}")
-                if tensor.is_meta:
-                    names.append(f"{path}.{name}")
-        on_meta = "none" if not names else "all" if len(names) == total else "some"
+            found += [
+                (child_name(path, name), tensor, name in module._buffers)
+                for name, tensor in _unlearned_tensors(module)
+            ]
+        looked_at = [one for one in found if one[0] not in sourced]
+        names = [name for name, tensor, _ in looked_at if tensor.is_meta]
+        attributes = [f"{name} {tensor.shape}" for name, tensor, known in looked_at if not known]
+        on_meta = "none" if not names else "all" if len(names) == len(looked_at) else "some"
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
         return cls(on_meta, digest, "\n".join(attributes))
 
@@ -235,19 +231,19 @@ class InitialWeights:
 
     def _materialise_unlearned(self, path: str, module: nn.Module) -> Tensors:
         blank: Tensors = {}
-        for name, buffer in list(module._buffers.items()):
-            if buffer is None:
-                continue
-            if (full_name := child_name(path, name)) in self.sourced:
-                module._buffers[name] = self.sourced.read_buffer(full_name, buffer)
-            elif buffer.is_meta:
-                module._buffers[name] = blank[name] = self._blank_like(buffer)
-            elif buffer.device != self._device:
-                module._buffers[name] = buffer.to(self._device)
-        # Plain tensor attributes, such as a copy of a rotary table kept beside the buffer.
-        for name, value in list(vars(module).items()):
-            if _is_plain(value) and value.is_meta:
-                vars(module)[name] = blank[name] = self._blank_like(value)
+        buffers: dict[str, Any] = module._buffers
+        # Plain tensor attributes too, such as a copy of a rotary table kept beside the buffer.
+        for held in (buffers, vars(module)):
+            for name, value in list(held.items()):
+                full_name = child_name(path, name)
+                if not _is_plain(value):
+                    continue
+                if full_name in self.sourced:
+                    held[name] = self.sourced.read_buffer(full_name, value)
+                elif value.is_meta:
+                    held[name] = blank[name] = self._blank_like(value)
+                elif held is buffers and value.device != self._device:
+                    held[name] = value.to(self._device)
         return blank
 
     def _blank_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -281,15 +277,13 @@ def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
     """Finds who initialises each module: `param_init_fn` or `_init_weights`, maybe inherited."""
     found: list[Initialiser | None] = []
-    by_module: dict[int, Initialiser | None] = {}
     for entry in tree.paths:
         inherited = found[entry.parent] if entry.parent >= 0 else None
         own = getattr(entry.module, "param_init_fn", None)
         if own is None and inherited is None:
             own = getattr(entry.module, "_init_weights", None)
         found.append(own if callable(own) else inherited)
-        by_module.setdefault(id(entry.module), found[-1])
-    return by_module
+    return {key: found[index] for key, index in tree.first_path.items()}
 
 
 def _mark_of(dtype: torch.dtype) -> float | int:

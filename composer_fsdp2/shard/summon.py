@@ -1,4 +1,4 @@
-"""Shows full parameters for the length of a block: `summon_full_params`.
+"""Gathers a parameter as one process has it, or all of them for the length of a block.
 
 [Note: summoning] The whole parameters FSDP2 computes with are in the compute dtype, and are gone
 when their unit reshards. So the shards are gathered as they are, and the whole tensors stand in the
@@ -22,11 +22,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.held import held_by, is_elsewhere
-from composer_fsdp2.parallel.row_order import shape_in_model, without_order
+from composer_fsdp2.parallel.row_order import order_of, shape_in_model, without_order
 from composer_fsdp2.shard.apply import is_sharded
-from composer_fsdp2.shard.full_tensor import whole_value
 from composer_fsdp2.shard.layout import Place
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.text import listed
@@ -39,7 +39,62 @@ from composer_fsdp2.torch_private.units import (
     is_root,
 )
 
-__all__ = ["holds_shards", "is_shown", "is_summoned", "summon_full_params"]
+__all__ = ["full_tensor", "holds_shards", "is_shown", "is_summoned", "summon_full_params"]
+
+
+@torch.no_grad()
+def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch.Tensor | None:
+    """Returns a parameter as one process has it: all rows, in the order of the model.
+
+    A DTensor's own `full_tensor()` has rows in the order of the ranks, and rows of padding, where
+    tensor parallelism divides a layer. Collective: yes, over the ranks that share the parameter;
+    between steps, on every rank.
+
+    Args:
+        model: prepared with `prepare_fully_shard`, or not.
+        name: of the parameter, as `named_parameters()` of the model before preparing.
+        gradient: of it, in place of its value; `None` where it has none.
+
+    Returns:
+        A tensor of the shape that the parameter had before it was sharded. It may share memory
+        with the parameter where nothing is sharded.
+
+    Raises:
+        PlanError: for a name that is no parameter.
+
+    Example:
+        >>> import torch
+        >>> from composer_fsdp2 import full_tensor, prepare_fully_shard
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8))
+        >>> _ = prepare_fully_shard(model, None, {}, device="cpu")
+        >>> full_tensor(model, "0.weight").shape
+        torch.Size([8, 4])
+    """
+    owner = model
+    try:
+        for part in ("", *name.split(".")[:-1]):
+            owner = owner.get_submodule(part)
+            # A unit that stayed gathered shows a copy in the compute dtype, from before the step.
+            if isinstance(owner, FSDPModule):
+                owner.reshard()
+        param = model.get_parameter(name)
+    except AttributeError as error:
+        known = [other for other, _ in model.named_parameters(remove_duplicate=False)]
+        raise PlanError(
+            f"'{name}' is no parameter of the model. Ranks would wait for each other without a "
+            f"tensor to gather.{nearest(name, known)} Write a name of model.named_parameters()."
+        ) from error
+    value = param.grad if gradient else param.detach()
+    return _whole_value(param, value)
+
+
+def _whole_value(param: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a parameter's value or gradient as one process has it; see `full_tensor`."""
+    if (held := held_by(param)) is not None:
+        return held.whole(value)
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    order = order_of(param)
+    return whole if whole is None or order is None else order.to_model(whole)
 
 
 def holds_shards(module: nn.Module) -> bool:
@@ -169,20 +224,15 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
         suspects += [
             (name, inner)
             for name, inner in module.named_modules()
-            if not all(map(_sharded_or_summoned, _own_parameters(inner)))
+            if not all(map(_sharded_or_summoned, inner.parameters(recurse=False)))
         ]
     for name, inner in suspects:
-        known = _own_parameters(inner)
-        if is_inside_unit(inner) and not all(map(is_shown, known)):
+        if is_inside_unit(inner) and not all(map(is_shown, inner.parameters(recurse=False))):
             raise PlanError(
                 f"Parameters of '{name}', a {type(inner).__name__}, belong to a unit around the "
                 "module that was given. Only that unit knows where they are now. Give the whole "
                 "model, or the unit."
             )
-
-
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [param for param in module._parameters.values() if param is not None]
 
 
 def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -199,17 +249,15 @@ def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _find(module: nn.Module, recurse: bool) -> list[_Whole]:
     """Finds the sharded parameters to summon, each with all its places."""
-    region = None if recurse else {id(inner) for _, inner in _region(module)}
+    region = module.named_modules() if recurse else _region(module)
+    wanted = {id(inner) for _, inner in region}
     found: dict[int, _Whole] = {}
-    wanted: set[int] = set()
     for prefix, inner in module.named_modules():
         for name, param in inner._parameters.items():
             if param is not None and _sharded_or_summoned(param):
                 whole = found.setdefault(id(param), _Whole(f"{prefix}.{name}".lstrip("."), param))
                 whole.places.append((inner, name))
-                if region is None or id(inner) in region:
-                    wanted.add(id(param))
-    return [whole for key, whole in found.items() if key in wanted]
+    return [w for w in found.values() if any(id(holder) in wanted for holder, _ in w.places)]
 
 
 def _sharded_or_summoned(param: nn.Parameter) -> bool:
@@ -435,7 +483,7 @@ def _whole(tensor: torch.Tensor | None, shard: Any, on_cpu: bool) -> torch.Tenso
 
     Collective: yes.
     """
-    found = whole_value(shard, None if tensor is None else tensor.detach())
+    found = _whole_value(shard, None if tensor is None else tensor.detach())
     if found is None:
         return None
     own = local_part(shard if tensor is None else tensor).untyped_storage()

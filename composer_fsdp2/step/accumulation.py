@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -155,13 +155,12 @@ def _waits(unit: FSDPModule) -> bool:
     )
 
 
-def reset(units: Iterable[FSDPModule]) -> None:
+def reset(units: Collection[FSDPModule]) -> None:
     """Makes the next forward start as if the aborted one had not been.
 
     Collective: no. All parameters are shards again. Gradients that were not reduced yet are
     dropped; those of the shards are worth nothing any more, and newer torch drops them too.
     """
-    units = list(units)
     # All units first: the root's state is what torch looks at in those below it.
     reset_iteration(units)
     for unit in units:
