@@ -100,24 +100,16 @@ class CollectiveWatchdog:
         self.tick_seconds = min(_TICK_SECONDS, timeout_seconds / 20)
         self._seen: object = self  # nothing that can be entered
         self._since = 0.0
-        self._posted = self._late = False
-
-    def watch(self) -> None:
-        """Looks every few seconds, in a thread, as long as its process group is there."""
-        self._post("")  # so that all keys are there when a rank reads them
-        held = weakref.ref(self)
-        threading.Thread(target=_look_again, args=(held,), name="watchdog", daemon=True).start()
+        self._told, self._late = "", False
 
     def look(self, now: float) -> None:
         """Tells the other ranks, once, if this rank has entered nothing lately. Collective: no."""
         if self.entered is not self._seen:
             self._seen, self._since, self._late = self.entered, now, False
-            if self._posted:
-                self._post("")
-                self._posted = False
-        elif not self._posted:
-            self._post(self._text())
-            self._posted = True
+            if self._told:
+                self.tell("")
+        elif not self._told:
+            self.tell(self._text())
         elif not self._late and now - self._since > self.late_seconds:
             self._late, places = True, self._places()
             told = [rank for said, ranks in places.items() if said != _SILENT for rank in ranks]
@@ -128,8 +120,7 @@ class CollectiveWatchdog:
 
     def report(self) -> str:
         """Names the last unit each rank entered, as far as ranks have told. Collective: no."""
-        self._post(self._text())
-        self._posted = True
+        self.tell(self._text())
         return _describe(self._places())
 
     def _text(self) -> str:
@@ -149,7 +140,9 @@ class CollectiveWatchdog:
             told = [held.get(key) if held.check([key]) else b"" for key in keys]
         return ranks_by(said.decode() or _SILENT for said in told)
 
-    def _post(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Writes to the store where this rank is; nothing while it goes on. Collective: no."""
+        self._told = text
         default_store().set(_key(dist.get_rank()), text)
 
 
@@ -209,8 +202,11 @@ def watchdog_of(device: torch.device) -> CollectiveWatchdog | None:
         return None
     if world not in _watchdogs:
         timeout = timeout_of(world, device) or default_pg_timeout
-        _watchdogs[world] = CollectiveWatchdog(timeout.total_seconds())
-        _watchdogs[world].watch()
+        watchdog = _watchdogs[world] = CollectiveWatchdog(timeout.total_seconds())
+        watchdog.tell("")  # so that all keys are there when a rank reads them
+        # Looks every few seconds, as long as the process group is there.
+        held = weakref.ref(watchdog)
+        threading.Thread(target=_look_again, args=(held,), name="watchdog", daemon=True).start()
     return _watchdogs[world]
 
 

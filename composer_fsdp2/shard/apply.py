@@ -339,23 +339,27 @@ def _shard_unit(
     Source: the prefetch goes by the order of the forward, whether a unit is in backward or not:
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L491
     """
-    ignored, layer = layout.ignored_by(unit), layer_of(module)
+    # `fully_shard` compares Parameter objects, and units sharded before have exchanged theirs.
+    places = layout.foreign.get(unit.modules[0], ())
+    ignored, layer = {getattr(holder, name) for holder, name in places}, layer_of(module)
     if layer is not None:
         ignored |= layer.keep_own()
-        # Their inputs are not those of a unit without it: a router's weights stay as they are.
-        policy = dataclasses.replace(policy, cast_forward_inputs=False)
     # Before it is sharded, which gives the module another class.
     is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
-    frozen = layout.is_frozen(unit)
+    trained = [layout.param_of(name).requires_grad for name in unit.params]
+    frozen = bool(trained) and not any(trained)
     offloaded = mesh.device_type if isinstance(offloading, CPUOffloadPolicy) else None
-    cast, policy = InputCast.taken_from(policy, offloaded)
+    # Inputs of experts are not those of a unit without them: a router's weights stay as they are.
+    casts = policy.cast_forward_inputs and layer is None
+    cast = InputCast(policy.param_dtype if casts else None, offloaded)
     hook_before_sharding(module)
     sharded: Any = fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
         shard_placement_fn=None if layer is None else shard_of,
-        mp_policy=policy,
+        # With this field set, FSDP2 would cast in a pre-hook of its own, before ours.
+        mp_policy=dataclasses.replace(policy, cast_forward_inputs=False),
         offload_policy=offloading,
         ignored_params=ignored or None,
     )

@@ -68,14 +68,11 @@ def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
         written = dist.get_backend(mesh.get_group(0))
         by_device = dict(part.split(":") for part in written.split(",") if ":" in part)
         backend = f"cpu:gloo,{mesh.device_type}:{by_device.get(mesh.device_type, written)}"
-    groups: list[dist.ProcessGroup] = []
+    groups: list[Any] = []
     for axis in range(mesh.ndim):
         # Every rank takes part in making every group, also those it is not in: torch wants that.
-        for ranks in mesh.mesh.swapdims(-1, axis).reshape(-1, mesh.size(axis)).tolist():
-            group = dist.new_group(ranks, backend=backend)
-            # A rank outside of the group gets a marker from torch, which is not None.
-            if group is not None and dist.get_rank() in ranks:
-                groups.append(group)
+        rows = mesh.mesh.swapdims(-1, axis).reshape(-1, mesh.size(axis)).tolist()
+        groups.append(dist.new_subgroups_by_enumeration(rows, backend=backend)[0])
     one = mesh.ndim == 1
     return DeviceMesh.from_group(
         groups[0] if one else groups,

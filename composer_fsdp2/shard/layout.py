@@ -75,17 +75,6 @@ class Layout:
         path, _, attribute = name.rpartition(".")
         return getattr(self.holders[path], attribute)
 
-    def is_frozen(self, unit: ShardUnit) -> bool:
-        """Whether the unit owns parameters and none of them is trained."""
-        trained = [self.param_of(name).requires_grad for name in unit.params]
-        return bool(trained) and not any(trained)
-
-    def ignored_by(self, unit: ShardUnit) -> set[nn.Parameter]:
-        """Parameters `fully_shard` must leave alone, as they are registered now."""
-        # `fully_shard` compares Parameter objects, and units sharded before have exchanged theirs.
-        places = self.foreign.get(unit.modules[0], ())
-        return {getattr(module, attribute) for module, attribute in places}
-
 
 def place_of(tree: ModuleTree, ref: ParamRef) -> Place:
     """Returns the module and the attribute that a name of a parameter leads to."""

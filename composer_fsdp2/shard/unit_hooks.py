@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.device_mesh import note_copies
@@ -160,18 +160,6 @@ class InputCast:
     device: str | None = None
     """Type of the device that inputs are moved to where shards are in CPU memory: a model that asks
     for the device of its weights (`hidden.to(head.weight.device)`) has moved them there."""
-
-    @classmethod
-    @functools.lru_cache(maxsize=64)
-    def taken_from(
-        cls, policy: MixedPrecisionPolicy, device: str | None
-    ) -> tuple[InputCast, MixedPrecisionPolicy]:
-        """Returns the cast a policy asks for, with a device, and the policy without it."""
-        if policy.param_dtype is None or not policy.cast_forward_inputs:
-            return cls(None, device), policy
-        # With this field set, FSDP2 would cast in a pre-hook of its own, before ours.
-        without = dataclasses.replace(policy, cast_forward_inputs=False)
-        return cls(policy.param_dtype, device), without
 
     def __call__(self, value: Any) -> Any:
         """Treats the tensors in a value; other containers than tuple, list and dict stay whole."""

@@ -37,7 +37,6 @@ class WeightSource(Protocol):
         Collective: no. Any device and dtype; no memory of the size of the target may be needed
         besides it.
         """
-        ...
 
 
 class SourcedWeights:

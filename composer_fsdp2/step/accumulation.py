@@ -116,7 +116,9 @@ class Accumulation:
 
     def _not_run(self) -> dict[str, FSDPModule]:
         """Returns units that have not run yet, or had not before the batch that runs again."""
-        self._new = {name: unit for name, unit in self._new.items() if not _has_run(unit)}
+        for name, unit in list(self._new.items()):
+            if all(has_run(param) for group in param_groups(unit) for param in params_of(group)):
+                del self._new[name]
         return {**self._new, **self._again}
 
     def _set_due(self, due: bool) -> None:
@@ -125,7 +127,9 @@ class Accumulation:
             self._again = {}
         for name, unit in self._units.items():
             if self._sync == "reduce_scatter_only":
-                _set_all_reduce_due(unit, due)
+                unit.set_requires_all_reduce(due, recurse=False)
+                for average in _averages(unit):
+                    average.due = due
             # Torch fails over a unit that has never run and need not reduce: it does so once.
             elif self._sync == "last" and (due or name not in new):
                 unit.set_requires_gradient_sync(due, recurse=False)
@@ -134,25 +138,18 @@ class Accumulation:
             unit.set_reshard_after_backward(due, recurse=False)
 
 
-def _has_run(unit: FSDPModule) -> bool:
-    return all(has_run(param) for group in param_groups(unit) for param in params_of(group))
+def _averages(unit: FSDPModule) -> list[AverageOverReplicas]:
+    """Returns the hooks that average over copies on a mesh of shards alone.
 
-
-def _set_all_reduce_due(unit: FSDPModule, due: bool) -> None:
-    unit.set_requires_all_reduce(due, recurse=False)
-    for group in param_groups(unit):
-        hook = all_reduce_hook(group)
-        if isinstance(hook, AverageOverReplicas):
-            # On a mesh of shards alone, torch calls the hook after every reduce-scatter.
-            hook.due = due
+    Torch calls them after every reduce-scatter, and knows nothing of the copies.
+    """
+    hooks = map(all_reduce_hook, param_groups(unit))
+    return [hook for hook in hooks if isinstance(hook, AverageOverReplicas)]
 
 
 def _waits(unit: FSDPModule) -> bool:
-    return any(
-        partial_reduction(group) is not None
-        or getattr(all_reduce_hook(group), "waiting", None) is not None
-        for group in param_groups(unit)
-    )
+    by_torch = any(partial_reduction(group) is not None for group in param_groups(unit))
+    return by_torch or any(average.waiting is not None for average in _averages(unit))
 
 
 def reset(units: Collection[FSDPModule]) -> None:
@@ -168,8 +165,7 @@ def reset(units: Collection[FSDPModule]) -> None:
             continue  # has not run
         for group in param_groups(unit):
             drop_unreduced(group)
-            hook = all_reduce_hook(group)
-            if isinstance(hook, AverageOverReplicas):
-                hook.due, hook.waiting = True, None
+        for average in _averages(unit):
+            average.due, average.waiting = True, None
         # Now that no state is that of a forward, in which some units would stay gathered.
         unit.reshard()

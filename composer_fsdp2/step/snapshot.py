@@ -47,7 +47,14 @@ class Snapshot:
 
     def keep_metric(self, metric: nn.Module) -> None:
         """Keeps the sums of a metric, in lists or in tensors, on their device."""
-        self._kept += [_keep_attributes(module) for module in metric.modules()]
+        for module in metric.modules():
+            held = {name: _held(value) for name, value in vars(module).items()}
+            # Copied again: another attempt adds to what the first one was given.
+            self._kept.append(
+                lambda module=module, held=held: vars(module).update(
+                    {name: _held(value) for name, value in held.items()}
+                )
+            )
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Keeps parameters, state and settings that the optimizer is about to change.
@@ -65,13 +72,9 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back in place."""
+        """Puts everything back in place, random states too."""
         for put_back in self._kept:
             put_back()
-        self.restore_random_states()
-
-    def restore_random_states(self) -> None:
-        """Puts back those of Python, numpy, torch and the device."""
         python, of_numpy, cpu = self._random
         random.setstate(python)
         torch.set_rng_state(cpu)
@@ -111,15 +114,6 @@ def _fill_dict(held: dict[Any, Any], inside: Mapping[Any, Callable[[], Any]]) ->
 def _fill_list(held: list[Any], inside: Sequence[Callable[[], Any]]) -> list[Any]:
     held[:] = [put_back() for put_back in inside]
     return held
-
-
-def _keep_attributes(module: nn.Module) -> Callable[[], Any]:
-    held = {name: _held(value) for name, value in vars(module).items()}
-
-    def put_back() -> None:
-        vars(module).update({name: _held(value) for name, value in held.items()})
-
-    return put_back
 
 
 def _held(value: Any) -> Any:
