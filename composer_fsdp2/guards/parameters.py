@@ -92,10 +92,8 @@ def _digest(record: Any) -> torch.Tensor:
     whole = gathered_memory(record)
     assert whole is not None
     whole = torch.view_as_real(whole) if whole.is_complex() else whole
-    if whole.numel() == 0:
-        return torch.zeros(2, dtype=torch.int64)
     bits = whole.contiguous().view(_BITS[whole.element_size()])
-    bits = bits.reshape(len(bits), -1) if bits.ndim > 1 else bits.reshape(1, -1)
+    bits = bits.flatten(1) if bits.ndim > 1 else bits.reshape(1, -1)
     sums = [bits.sum(axis, dtype=torch.int64) for axis in (0, 1)]
     return torch.stack([(one * torch.arange(1, len(one) + 1).to(one)).sum() for one in sums])
 

@@ -274,7 +274,7 @@ def apply_plan(
     check_private_members()
     tree = merge_aliases(tree or ModuleTree.read(model))
     shard_mesh, make_hook = probe_reduction(mesh)
-    layout = Layout.read(tree, plan)
+    layout = Layout(tree, plan)
     weights = InitialWeights(
         tree,
         torch.empty(0, device=mesh.device_type).device,  # with its index

@@ -33,8 +33,6 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
         )
     sizes = tuple(shape.axes.values())
     root = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(shape.axes))
-    if shape.tensor == 1:
-        return root
     # Part of the mesh that has the tensor axis too, on which torch insists.
     return root[tuple(name for name in shape.axes if name != TENSOR_AXIS)]
 

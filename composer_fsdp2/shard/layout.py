@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,46 +21,42 @@ Place = tuple[nn.Module, str]
 """A module and the attribute a parameter sits in; holds no parameter, so sharding can free it."""
 
 
-@dataclass(slots=True, eq=False)
 class Layout:
-    """Holds where the plan's names are in a model."""
+    """Holds where the plan's names are in a model.
 
-    modules: dict[str, Any]
-    """name -> module, the activation wrapper where there is one; a unit once it is sharded"""
-    holders: dict[str, nn.Module]
-    """name -> the module itself, which holds the parameters of that name"""
-    members: dict[str, list[tuple[str, nn.Module]]]
-    """unit name -> modules whose nearest unit it is"""
-    foreign: dict[str, list[Place]]
-    """unit name -> parameters it would find but another unit owns"""
-    order: list[ShardUnit]
+    Args:
+        tree: the model.
+        plan: for it.
+    """
 
-    @classmethod
-    def read(cls, tree: ModuleTree, plan: WrapPlan) -> Layout:
-        """Finds the modules of the plan. Collective: no."""
-        modules: dict[str, Any] = {}
-        holders: dict[str, nn.Module] = {}
+    def __init__(self, tree: ModuleTree, plan: WrapPlan) -> None:
+        self.modules: dict[str, Any] = {}
+        """name -> module, the activation wrapper where there is one; a unit once it is sharded"""
+        self.holders: dict[str, nn.Module] = {}
+        """name -> the module itself, which holds the parameters of that name"""
         for entry in tree.paths:
-            modules.setdefault(entry.path, entry.module)
-            holders[entry.path] = entry.module
-        unit_at = {id(modules[unit.modules[0]]): unit.modules[0] for unit in plan.units}
+            self.modules.setdefault(entry.path, entry.module)
+            self.holders[entry.path] = entry.module
+        unit_at = {id(self.modules[unit.modules[0]]): unit.modules[0] for unit in plan.units}
         nearest: list[str | None] = []
         for entry in tree.paths:
             above = nearest[entry.parent] if entry.parent >= 0 else None
             nearest.append(unit_at.get(id(entry.module), above))
-        members: dict[str, list[tuple[str, nn.Module]]] = defaultdict(list)
+        self.members: dict[str, list[tuple[str, nn.Module]]] = defaultdict(list)
+        """unit name -> modules whose nearest unit it is"""
         for index in tree.first_path.values():
             if (unit := nearest[index]) is not None:
-                members[unit].append((tree.paths[index].path, tree.paths[index].module))
+                self.members[unit].append((tree.paths[index].path, tree.paths[index].module))
         # `fully_shard` looks for parameters below its module, and stops at modules that are units:
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_init.py#L123
         owner_of = {name: unit.modules[0] for unit in plan.units for name in unit.params}
-        foreign, hidden = _foreign(tree, nearest, owner_of)
+        self.foreign, hidden = _foreign(tree, nearest, owner_of)
+        """unit name -> parameters it would find but another unit owns"""
         # A unit with hidden parameters is given everything below it, so it comes before the units
         # inside it, outer ones first; all others come children before parents.
         first = [unit for unit in reversed(plan.units) if unit.modules[0] in hidden]
         rest = [unit for unit in plan.units if unit.modules[0] not in hidden]
-        return cls(modules, holders, members, foreign, first + rest)
+        self.order = first + rest
 
     def modules_of(self, unit: ShardUnit) -> list[tuple[str, nn.Module]]:
         """Modules whose tensors must be real before the unit is sharded."""
