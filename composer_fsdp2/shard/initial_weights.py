@@ -163,9 +163,8 @@ class InitialWeights:
             for name, tensor in _own_tensors(module).items():
                 learned = name in module._parameters or name in module._buffers
                 # Ranks hold different parts of a DTensor, and a broadcast would make them equal.
-                if isinstance(tensor, DTensor) or child_name(path, name) in self.sourced:
-                    continue
-                if learned or self._some_on_meta:
+                stays = isinstance(tensor, DTensor) or child_name(path, name) in self.sourced
+                if not stays and (learned or self._some_on_meta):
                     broadcast_from_rank0(tensor, self._device)
             self._divide(module)
 
@@ -306,13 +305,16 @@ def _is_marked(name: str, tensor: torch.Tensor, blank: Tensors) -> bool:
 
 def _fill_only(module: nn.Module, left: Tensors, source: Initialiser) -> None:
     """Runs an initialiser, and puts back tensors that had their values already."""
-    kept = {n: t.clone() for n, t in _own_tensors(module).items() if n not in left and t.numel()}
+    kept = {
+        name: tensor.clone()
+        for name, tensor in _own_tensors(module).items()
+        if name not in left and tensor.numel() and not isinstance(tensor, DTensor)
+    }
     with contextlib.suppress(NotImplementedError):
         source(module)
     now = _own_tensors(module)
     for name, value in kept.items():
-        if not isinstance(value, DTensor):
-            now[name].copy_(value)
+        now[name].copy_(value)
 
 
 def _rebuild(module: nn.Module) -> None:

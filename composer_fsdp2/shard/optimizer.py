@@ -156,10 +156,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 def _describe_foreign(group: Mapping[str, Any], number: int, index: int) -> str:
     given = group.get("param_names")
-    shape = tuple(group["params"][index].shape)
-    if given:
-        return f"'{given[index]}' {shape}"
-    return f"group {number} parameter {index} {shape}"
+    name = f"'{given[index]}'" if given else f"group {number} parameter {index}"
+    return f"{name} {tuple(group['params'][index].shape)}"
 
 
 def _check_aliases(

@@ -76,9 +76,8 @@ def resolve_precision(
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     if not inner:
         return policy
-    if is_linear:
-        return dataclasses.replace(policy, output_dtype=None)
-    return dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=asks_for_cast)
+    casts = policy.cast_forward_inputs if is_linear else asks_for_cast
+    return dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=casts)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -84,8 +84,7 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
             f"'{name}' is no parameter of the model. Ranks would wait for each other without a "
             f"tensor to gather.{nearest(name, known)} Write a name of model.named_parameters()."
         ) from error
-    value = param.grad if gradient else param.detach()
-    return _whole_value(param, value)
+    return _whole_value(param, param.grad if gradient else param.detach())
 
 
 def _whole_value(param: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor | None:

@@ -25,12 +25,16 @@ class Snapshot:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         # At once: the first microbatch of an attempt already draws from them (dropout).
-        self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._device_random = None if self._module is None else self._module.get_rng_state(device)
-        self._kept: list[Callable[[], Any]] = []
+        self._kept: list[Callable[[], Any]] = [
+            functools.partial(random.setstate, random.getstate()),
+            functools.partial(np.random.set_state, np.random.get_state()),
+            functools.partial(torch.set_rng_state, torch.get_rng_state()),
+        ]
+        if device.type != "cpu":
+            module: Any = torch.get_device_module(device)
+            state = module.get_rng_state(device)
+            self._kept.append(functools.partial(module.set_rng_state, state, device))
         self._optimizers: set[int] = set()
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -75,12 +79,6 @@ class Snapshot:
         """Puts everything back in place, random states too."""
         for put_back in self._kept:
             put_back()
-        python, of_numpy, cpu = self._random
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        np.random.set_state(of_numpy)
-        if self._module is not None:
-            self._module.set_rng_state(self._device_random, self._device)
 
 
 def _keep(value: Any, *, on_cpu: bool = True) -> Callable[[], Any]:
