@@ -71,8 +71,6 @@ class _Round:
         default_factory=lambda: defaultdict[str, list[Joined]](list)
     )
     """the last of them, which other ranks may have to join"""
-    owed: list[tuple[str, Joined]] = field(default_factory=list[tuple[str, Joined]])
-    """counted, and not entered after all"""
     wanted: dict[str, int] = field(default_factory=dict[str, int])
     """the most that any rank has entered, once all have told"""
     agreed: threading.Event = field(default_factory=threading.Event)
@@ -155,12 +153,10 @@ class JointExit:
         try:
             result = collective()
         except BaseException:
-            with self._lock:  # not entered, and perhaps the others have been told that it was
-                if now.frozen:
-                    now.owed.append((name, record))
-                else:
+            with self._lock:  # not entered after all
+                now.entered[name] -= 1
+                if not now.frozen:  # else the others have been told that it was, and may ask for it
                     now.records[name].pop()
-                    now.entered[name] -= 1
             raise
         finally:
             self._inside.depth = 0
@@ -288,21 +284,18 @@ class JointExit:
         Each group has its own order and, as some collectives return only when they are over, its
         own thread: a rank that waits in one group comes to the next one late.
         """
-        rest: dict[str, list[Joined]] = defaultdict(list)
-        for name, one in now.owed:
-            rest[name].append(one)
+        rest: list[tuple[list[Joined], dist.ProcessGroup]] = []
         for name, wanted in now.wanted.items():
-            missing = wanted - now.entered.get(name, 0)
-            if missing and group_named(name) is not None:
+            missing, group = wanted - now.entered.get(name, 0), group_named(name)
+            if missing and group is not None:
                 held: list[Joined] = pickle.loads(default_store().get(now.key(f"held/{name}")))
-                rest[name] += held[len(held) - missing :]
+                rest.append((held[len(held) - missing :], group))
 
-        def join_all(name: str) -> None:
+        def join_all(owed: tuple[list[Joined], dist.ProcessGroup]) -> None:
             if self._device.type != "cpu":
                 # Each thread has a current device of its own, in a new thread the first one.
                 torch.get_device_module(self._device).set_device(self._device)
-            if (group := group_named(name)) is not None:
-                join(rest[name], group)
+            join(*owed)
 
         with ThreadPoolExecutor(max(1, len(rest)), "joint exit") as pool:
             list(pool.map(join_all, rest))
