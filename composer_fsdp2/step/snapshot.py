@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -28,9 +28,12 @@ class Snapshot:
         # At once: the first microbatch of an attempt already draws from them (dropout).
         self._kept: list[Callable[[], Any]] = [
             functools.partial(random.setstate, random.getstate()),
-            functools.partial(np.random.set_state, np.random.get_state()),
             functools.partial(torch.set_rng_state, torch.get_rng_state()),
         ]
+        # Torch can do without numpy, which then nothing has imported.
+        if (numpy := sys.modules.get("numpy")) is not None:
+            state = numpy.random.get_state()
+            self._kept.append(functools.partial(numpy.random.set_state, state))
         if device.type != "cpu":
             module: Any = torch.get_device_module(device)
             state = module.get_rng_state(device)
