@@ -7,7 +7,7 @@ replace Composer's (see `patches`); models that are not sharded keep Composer's 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -275,7 +275,12 @@ def _sharded(tensors: Iterable[Any]) -> bool:
 def _fill(
     own: _Tensors, given: Mapping[str, torch.Tensor], forms: Mapping[str, _Form] | None = None
 ) -> None:
-    named = dict(_named(given))
+    named: _Tensors = {}
+    for name, tensor in given.items():
+        named[plain_name(name)] = tensor
+        while name.startswith("module."):  # a prefix of DDP, or of `AveragedModel`
+            name = name.removeprefix("module.")
+            named[plain_name(name)] = tensor
     for name, tensor in own.items():
         value, form = named.get(plain_name(name)), (forms or {}).get(name)
         shape = tensor.shape
@@ -293,12 +298,3 @@ def _fill(
         else:
             value = to_ranks_order(value, form, tensor)
         tensor.copy_(value if isinstance(value, DTensor) else shard_like(value, tensor))
-
-
-def _named(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields averages under their names, also without the prefixes of DDP and `AveragedModel`."""
-    for name, value in given.items():
-        yield plain_name(name), value
-        while name.startswith("module."):
-            name = name.removeprefix("module.")
-            yield plain_name(name), value

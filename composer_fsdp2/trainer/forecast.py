@@ -65,7 +65,10 @@ def preparing(
 
     def prepare(model: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
         for group in optimizer.param_groups if steps_together else ():
-            if _may_step_together(group):
+            # Where the user has left `foreach` to torch, and nothing in the group excludes it.
+            excluded = group.get("fused") or group.get("differentiable")
+            undecided = group.get("foreach", False) is None
+            if undecided and not excluded and not isinstance(group["lr"], torch.Tensor):
                 group["foreach"] = True
         mesh = build_mesh(MeshShape.resolve(settings, dist.get_world_size()), "cpu")
         plan = PreparePlan(
@@ -80,13 +83,6 @@ def preparing(
         return apply_to_model(model, plan, [MetaDeviceReport("none", "", "")], seed=0)
 
     return prepare
-
-
-def _may_step_together(group: Mapping[str, Any]) -> bool:
-    """Says whether the user left `foreach` to torch, and nothing in the group excludes it."""
-    excluded = group.get("fused") or group.get("differentiable")
-    is_undecided = "foreach" in group and group["foreach"] is None
-    return is_undecided and not excluded and not isinstance(group["lr"], torch.Tensor)
 
 
 def compute_loss(precision: str) -> Callable[[Any, Any], tuple[Any, torch.Tensor]]:

@@ -83,13 +83,10 @@ def freeze_layers(original: Callable[..., None], callback: Any, state: State, lo
     if state.fsdp_config_version != 2:
         original(callback, state, logger)
         return
-    wanted = callback.layer_names
     names = {plain_name(name): name for name, _ in state.model.named_parameters()}
-    callback.layer_names = {names.get(name, name) for name in wanted}
-    try:
+    found = {names.get(name, name) for name in callback.layer_names}
+    with override_attribute(callback, "layer_names", found):
         original(callback, state, logger)
-    finally:
-        callback.layer_names = wanted
 
 
 def save_monolith(original: Callable[..., None], saver: Any, state: State, logger: Any) -> None:

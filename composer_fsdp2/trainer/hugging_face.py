@@ -10,16 +10,14 @@ same words, so they end together.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from composer.utils import dist
-from torch import nn
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
@@ -55,8 +53,17 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     model, folder = given.args[0], given.arguments["save_directory"]
 
     def save() -> Any:
-        with _writing(model, folder):
+        sharded = type(model)
+        model.__class__ = own_class(model)  # its name is written into `config.json`
+        try:
             return original(*given.args, **given.kwargs)
+        except Exception as error:
+            refused = write_failure(error)
+            if refused is None:
+                raise
+            raise _unwritten(folder, reason_at(Path(folder), refused)) from error
+        finally:
+            model.__class__ = sharded
 
     # PEFT takes it as one of the arguments it does not name.
     if given.kwargs.get("state_dict", given.arguments.get("state_dict")) is not None:
@@ -74,35 +81,15 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     shown = summon_full_params(model, writeback=False, rank0_only=first, offload_to_cpu=first)
     with shown:
         if dist.get_global_rank() == writer:
-            # transformers 5 writes on rank 0, or nothing where another rank is main.
-            decides = "should_save_on_this_rank"
-            anywhere = contextlib.nullcontext()
-            if hasattr(model, decides):
-                anywhere = override_attribute(model, decides, bool)
             try:
-                with anywhere:
+                # transformers 5 asks the model, and writes on rank 0 alone.
+                with override_attribute(model, "should_save_on_this_rank", bool):
                     save()
             except Exception as caught:  # the other ranks must hear of it
                 told = isinstance(caught, CheckpointError)
                 error = caught if told else _unwritten(folder, caught)
     raise_on_all_ranks({}, error)
     return None
-
-
-@contextlib.contextmanager
-def _writing(model: nn.Module, folder: Any) -> Generator[None]:
-    """Says what the system refused, and keeps the class of FSDP2 out of `config.json`."""
-    sharded = type(model)
-    model.__class__ = own_class(model)
-    try:
-        yield
-    except Exception as error:
-        refused = write_failure(error)
-        if refused is None:
-            raise
-        raise _unwritten(folder, reason_at(Path(folder), refused)) from error
-    finally:
-        model.__class__ = sharded
 
 
 def _unwritten(folder: Any, reason: object) -> CheckpointError:

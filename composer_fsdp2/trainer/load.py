@@ -124,10 +124,6 @@ class _Load:
         self.carried: MuonFromAdamW | None = None
         """where Muon takes its state from, if the checkpoint has that of another optimizer"""
 
-    def read(self, local: Path, remote: Any) -> StateDict:
-        """Returns what is to be loaded, compared with the run. Collective: yes."""
-        raise NotImplementedError
-
     def wanted(self) -> StateDict:
         """Returns the state of the run as Composer would save it now. Collective: yes."""
         if self.weights_only:
@@ -352,13 +348,6 @@ class _FullLoad(_Load):
         """Returns the values of the file. Collective: yes."""
         rank, alone = dist.get_global_rank(), self.state.load_monolith_rank0_only
         share = (0, 1) if alone else (rank, dist.get_world_size())
-        wanted = self._wanted_names()
-        reads = rank == 0 or not alone
-        values = run_on_all_ranks(lambda: self._read(local, share, wanted) if reads else None)
-        return _from_rank0(values) if alone else values
-
-    def _wanted_names(self) -> StateDict:
-        """Returns the names of model and optimizer: nothing is lost without the rest of a file."""
         # As shards, because `full` gathers every weight, and only names and shapes are wanted.
         with _state_type(self.state, "sharded"):
             if self.state.fsdp_config is not None and not self.state.fsdp_enabled:
@@ -372,8 +361,20 @@ class _FullLoad(_Load):
                 wanted = drop_keys({"state": state}, self.ignore)
             else:
                 wanted = self.wanted()
-        parts = {k: v for k, v in wanted["state"].items() if k in ("model", "optimizers")}
-        return {"state": parts}
+        # Model and optimizer alone: nothing is lost without the rest of a file.
+        heavy = ("model", "optimizers")
+        names = {"state": {k: v for k, v in wanted["state"].items() if k in heavy}}
+        reads = rank == 0 or not alone
+        values = run_on_all_ranks(lambda: self._read(local, share, names) if reads else None)
+        if not alone:
+            return values
+        kept: StateDict = {}
+        if values is not None:
+            kept = {k: values["state"].pop(k) for k in heavy if k in values["state"]}
+        # Weights and optimizer stay on rank 0; the others hear of everything else.
+        received, parts = of_rank0((values, list(kept)))
+        received["state"].update({name: kept.get(name) for name in parts})
+        return received
 
     def _read(self, path: Path, share: tuple[int, int], wanted: StateDict) -> StateDict:
         self.saved = saved = FileCheckpoint(path)
@@ -406,17 +407,6 @@ class _FullLoad(_Load):
         _unalias(optimizers, every=self.state.fsdp_config is None)
         _rename_scaler(values["state"], self.scaler)
         return values
-
-
-def _from_rank0(values: StateDict | None) -> StateDict:
-    """Sends everything but weights and optimizer, which stay on rank 0. Collective: yes."""
-    kept: StateDict = {}
-    if values is not None:
-        parts = [name for name in ("model", "optimizers") if name in values["state"]]
-        kept = {name: values["state"].pop(name) for name in parts}
-    received, parts = of_rank0((values, list(kept)))
-    received["state"].update({name: kept.get(name) for name in parts})
-    return received
 
 
 def _rename_scaler(state_dict: StateDict, name: str) -> None:

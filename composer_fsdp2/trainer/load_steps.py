@@ -25,6 +25,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.run import Run
 from composer_fsdp2.text import listed
+from composer_fsdp2.torch_private.tensors import tree_map
 
 __all__ = [
     "Ignore",
@@ -68,16 +69,10 @@ def drop_keys(values: StateDict, ignore: Ignore) -> StateDict:
     """
     if not ignore:
         return values
-    values = _copied_containers(values)
+    values = tree_map(lambda leaf: leaf, values)
     (ignore if callable(ignore) else composers.glob_filter(list(ignore)))(values)
     values.setdefault("state", {})
     return values
-
-
-def _copied_containers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied_containers(item) for key, item in value.items()}
-    return [_copied_containers(item) for item in value] if type(value) is list else value
 
 
 def remove_keys(values: StateDict, keys: Sequence[str]) -> None:
@@ -181,34 +176,29 @@ def fetched(
         try:
             if object_store is not None and path.endswith(".symlink"):
                 path = extract_path_from_symlink(path, object_store=object_store)
-            reader = _remote_folder(path, folder, object_store, state)
-            if reader is not None:
-                yield Path(reader.path), reader
-            else:
-                fetch = composers.download_checkpoint
+            if object_store is None or Path(path).suffix in (".pt", ".tar", ".gz", ".tgz"):
+                download = composers.download_checkpoint
                 file, _, _ = run_on_all_ranks(
-                    lambda: fetch(path, folder, object_store, progress_bar)
+                    lambda: download(path, folder, object_store, progress_bar)
                 )
                 yield Path(file), None
+                return
+            fetch, target = composers.download_object_or_file, Path(folder) / METADATA
+            first = dist.get_local_rank() == 0
+            # The reader fetches it too, but on one rank alone, and the others would wait for its
+            # failure.
+            run_on_all_ranks(
+                lambda: fetch(f"{path}/{METADATA}", target, object_store) if first else None
+            )
+            reader: Any = composers.DistCPObjectStoreReader(
+                source_path=path,
+                destination_path=str(Path(folder) / "checkpoint"),
+                object_store=object_store,
+                device_mesh=state.device_mesh,
+            )
+            yield Path(reader.path), reader
         finally:
             dist.barrier()  # the folder is shared by the ranks of a node
-
-
-def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> Any:
-    """Returns a reader of a sharded checkpoint in an object store; `None` if it is one file."""
-    if object_store is None or Path(path).suffix in (".pt", ".tar", ".gz", ".tgz"):
-        return None
-
-    fetch, target = composers.download_object_or_file, Path(folder) / METADATA
-    first = dist.get_local_rank() == 0
-    # The reader fetches it too, but on one rank alone, and the others would wait for its failure.
-    run_on_all_ranks(lambda: fetch(f"{path}/{METADATA}", target, object_store) if first else None)
-    return composers.DistCPObjectStoreReader(
-        source_path=path,
-        destination_path=str(Path(folder) / "checkpoint"),
-        object_store=object_store,
-        device_mesh=state.device_mesh,
-    )
 
 
 # --- Averages of EMA as the model; see [Note: EMA in checkpoints]. ---

@@ -133,7 +133,16 @@ class FSDP2Monitor(Callback):
         flops = getattr(state.model, "flops_per_batch", None)
         if flops is not None and self.gpu_flops_available and seconds:
             found["mfu"] = float(flops(state.batch)) / (seconds * self.gpu_flops_available)
-        found |= _expert_loads(state.model)
+        layers = {name: layer_of(module) for name, module in state.model.named_modules()}
+        experts = {name: layer for name, layer in layers.items() if layer is not None}
+        if experts:
+            # How unevenly the tokens were shared between the experts of each layer; 1 is even.
+            tokens = torch.cat([layer.take_load() for layer in experts.values()])
+            dist.all_reduce(tokens)
+            parts = tokens.split([layer.count for layer in experts.values()])
+            loads = [part.max() / part.sum().clamp(min=1) * len(part) for part in parts]
+            for name, load in zip(experts, torch.stack(loads).tolist(), strict=True):
+                found[f"expert_load/{plain_name(name)}"] = load
         logger.log_metrics({f"fsdp2/{name}": value for name, value in found.items()})
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -180,20 +189,6 @@ class Traffic(StepListener):
         self._gathered = {g: n for g, n in held if g is coming or holds_gathered(g)}
         peak = max(self.counts["peak_unsharded_bytes"], sum(self._gathered.values()))
         self.counts["peak_unsharded_bytes"] = peak
-
-
-def _expert_loads(model: nn.Module) -> dict[str, float]:
-    """How uneven the batch's tokens were shared between the experts of each layer; 1 is even."""
-    found = ((name, layer_of(module)) for name, module in model.named_modules())
-    layers = {name: layer for name, layer in found if layer is not None}
-    if not layers:
-        return {}
-    tokens = torch.cat([experts.take_load() for experts in layers.values()])
-    dist.all_reduce(tokens)
-    parts = tokens.split([experts.count for experts in layers.values()])
-    busiest = torch.stack([part.max() / part.sum().clamp(min=1) * len(part) for part in parts])
-    names = (f"expert_load/{plain_name(name)}" for name in layers)
-    return dict(zip(names, busiest.tolist(), strict=True))
 
 
 def describe_sharding(model: nn.Module, run: Run) -> str:
@@ -287,11 +282,9 @@ class Comparison(Traffic):
         # The step of a copy of the optimizer, which steps local shards, is heard as well.
         self._steps += self._is_in_step
         self._is_in_step = False
-        if self._steps == 2:
-            self.run.stop_listening(self)
-            self._show()
-
-    def _show(self) -> None:
+        if self._steps != 2:
+            return
+        self.run.stop_listening(self)
         assert self.run.optimizer is not None  # which holds all state, whatever copy has stepped
         stay = kept_storages(self._params, self.run.optimizer)
         held = {storage.data_ptr(): (kind, storage.nbytes()) for kind, storage in stay}

@@ -71,7 +71,7 @@ from composer_fsdp2.trainer.monitor import NAME as MONITOR
 from composer_fsdp2.trainer.monitor import Comparison, show
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
-__all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
+__all__ = ["STEP", "TRANSFORMATIONS", "parallelize_composer_model", "prepare_fully_shard"]
 
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
     ExpertParallel(),
@@ -200,6 +200,13 @@ def prepare_fully_shard(
     return [OOMGuard(run)] if auto_microbatching else [], dict(run.units)
 
 
+def parallelize_composer_model(
+    _original: Any, composer_model: Any, optimizer: Any, config: Any, precision: Any = None
+) -> None:
+    """Replaces Composer's function of this name. Collective: yes."""
+    prepare_fully_shard(composer_model, optimizer, config, precision)
+
+
 @contextlib.contextmanager
 def _explained_group() -> Generator[None]:
     """Says in a sentence that the process group is of no use any more. Collective: no."""
@@ -294,15 +301,6 @@ def _with_unused(plan: WrapPlan, conditional: list[str]) -> list[str]:
     ]
 
 
-def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
-    """Returns units in one unit with a tower; a list of experts has no `forward` of its own."""
-    towers = [name for name in plan.conditional if has_forward(model.get_submodule(name))]
-    around = _with_unused(plan.units, towers)
-    beside = tuple(f"{name}." if name else "" for name in around)
-    names = [name for unit in plan.units.units for name in unit.modules]
-    return [name for name in names if name not in around and name.startswith(beside)]
-
-
 def start_run(
     tree: ModuleTree,
     plan: PreparePlan,
@@ -312,7 +310,13 @@ def start_run(
     """Begins to call the listeners of `STEP`. Collective: yes."""
     device = torch.empty(0, device=plan.device_type).device  # with its index
     agreement_of(device)  # made here, where all ranks are
-    force_backward_through(units[name] for name in _beside_towers(tree.root, plan))
+    # Units in one unit with a tower; a list of experts has no `forward` of its own.
+    towers = [name for name in plan.conditional if has_forward(tree.root.get_submodule(name))]
+    around = _with_unused(plan.units, towers)
+    beside = tuple(f"{name}." if name else "" for name in around)
+    names = [name for unit in plan.units.units for name in unit.modules]
+    inside = [name for name in names if name not in around and name.startswith(beside)]
+    force_backward_through(units[name] for name in inside)
     same_batch = tuple(found for found in divisions if isinstance(found, RankGroup))
     run = Run(
         model=tree.root,

@@ -186,13 +186,23 @@ class PreparePlan:
 
     def facts(self) -> dict[str, Any]:
         """Returns the facts that ranks must have in common, and those that each rank reports."""
+        params = (
+            f"{ref.name} {ref.param.shape} {ref.param.dtype} {ref.param.requires_grad}"
+            for ref in self.tree.params
+        )
+        buffers = (
+            f"{path}.{name} {buffer.shape} {buffer.dtype}"
+            for path, module in self.tree.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        )
         return {
             **installation(_PACKAGES),
             "configuration": describe_values(self.settings),
             "precision and device": f"{self.compute} {self.device_type}",
             "plan": str(self.units),
             "set of modules that may be left out": "\n".join(self.conditional),
-            "set of parameters and buffers": _describe_tensors(self.tree),
+            "set of parameters and buffers": "\n".join([*params, *buffers]),
             "plan of transformations": self.describe_transformations(),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
             "groups of the optimizer": self.groups.text if self.groups else "",
@@ -200,20 +210,6 @@ class PreparePlan:
             "~meta": dataclasses.astuple(MetaDeviceReport.read(self.tree, self.weights or ())),
             "~seed": shared_seed(),
         }
-
-
-def _describe_tensors(tree: ModuleTree) -> str:
-    params = (
-        f"{ref.name} {ref.param.shape} {ref.param.dtype} {ref.param.requires_grad}"
-        for ref in tree.params
-    )
-    buffers = (
-        f"{path}.{name} {buffer.shape} {buffer.dtype}"
-        for path, module in tree.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    )
-    return "\n".join([*params, *buffers])
 
 
 def _place_of(device: str | Device | None, mesh: DeviceMesh | None) -> tuple[Device | None, str]:
@@ -335,7 +331,14 @@ def trainer_rules(
         blocks = hooks or by_hf_blocks(tree)
         rules += [blocks] if blocks else []
     rules += [_decided(ends), _decided(marked_ends)]
-    rules.append(root_rule if model in tops else _direct_child_rule(tops))
+    if model in tops:
+        rules.append(root_rule)
+    else:
+        # Containers cannot be units, and a grandchild registered again stays in its own parent.
+        inside = {id(module) for top in tops for module in top.modules() if module is not top}
+        child = Decision(wrap=True, reason="direct child", is_block=False)
+        apart = [top for top in tops if has_forward(top) and id(top) not in inside]
+        rules.append(_decided({id(top): child for top in apart}))
     return with_fp32_islands(tree, keep_fp32, gathered_in, rules)
 
 
@@ -363,8 +366,14 @@ def _marked(
     LLM Foundry marks everything beside the blocks of an MPT model, the final norm too; see [Note:
     small ends].
     """
-    unasked = _adapters(tree)
-    unasked.update(id(top) for top in tops if top is tree.root)
+    unasked = {id(top) for top in tops if top is tree.root}
+    # PEFT's adapters stay in the unit of their layer. LLM Foundry marks every adapter as a unit,
+    # because FSDP1 could not freeze a part of a unit.
+    for _, layer in tree.modules():
+        base = attribute_of(layer, "base_layer")
+        if isinstance(base, nn.Module) and hasattr(layer, "adapter_layer_names"):
+            kept = {id(module) for module in (layer, *base.modules())}
+            unasked.update(id(module) for module in layer.modules() if id(module) not in kept)
     marked: dict[int, Decision] = {}
     small: dict[int, Decision] = {}
     for _, module in tree.modules():
@@ -378,20 +387,6 @@ def _marked(
         else:
             marked[key] = Decision(wrap=bool(wanted), reason="_fsdp_wrap")
     return marked, small
-
-
-def _adapters(tree: ModuleTree) -> set[int]:
-    """PEFT's adapters, which stay in the unit of their layer, as id(module).
-
-    LLM Foundry marks every adapter as a unit, because FSDP1 could not freeze a part of a unit.
-    """
-    adapters: set[int] = set()
-    for _, layer in tree.modules():
-        base = attribute_of(layer, "base_layer")
-        if isinstance(base, nn.Module) and hasattr(layer, "adapter_layer_names"):
-            kept = {id(module) for module in (layer, *base.modules())}
-            adapters.update(id(module) for module in layer.modules() if id(module) not in kept)
-    return adapters
 
 
 def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
@@ -409,29 +404,26 @@ def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
 
     def rule(name: str, module: nn.Module) -> Decision | None:
         hook = asked.get(id(module))
-        return None if hook is None else _hook_decision(name, hook(module), shape)
+        answer: Any = None if hook is None else hook(module)
+        if not answer:
+            return None
+        if isinstance(answer, bool):
+            return Decision(wrap=True, reason="fsdp_wrap_fn")
+        if not isinstance(answer, Mapping):
+            raise ConfigError(
+                f"fsdp_wrap_fn returned a {type(answer).__name__} for '{name}'. Whether it becomes "
+                "a unit is then unknown. Return true, false, or a mapping of settings of the unit."
+            )
+        answer = dict(answer)
+        if (mesh := answer.pop("device_mesh", None)) is not None:
+            _check_mesh(name, mesh, shape)
+        conversion = convert_fsdp1_unit(f"'{name}'", answer)
+        for note in conversion.notes:
+            warnings.warn(f"FSDP1 to FSDP2: {note}", stacklevel=2)
+        settings = parse_unit_settings(f"fsdp_wrap_fn of '{name}'", conversion.settings)
+        return Decision(wrap=True, reason="fsdp_wrap_fn", settings=settings)
 
     return rule
-
-
-def _hook_decision(name: str, answer: Any, shape: MeshShape | None) -> Decision | None:
-    if not answer:
-        return None
-    if isinstance(answer, bool):
-        return Decision(wrap=True, reason="fsdp_wrap_fn")
-    if not isinstance(answer, Mapping):
-        raise ConfigError(
-            f"fsdp_wrap_fn returned a {type(answer).__name__} for '{name}'. Whether it becomes a "
-            "unit is then unknown. Return true, false, or a mapping of settings of the unit."
-        )
-    answer = dict(answer)
-    if (mesh := answer.pop("device_mesh", None)) is not None:
-        _check_mesh(name, mesh, shape)
-    conversion = convert_fsdp1_unit(f"'{name}'", answer)
-    for note in conversion.notes:
-        warnings.warn(f"FSDP1 to FSDP2: {note}", stacklevel=2)
-    settings = parse_unit_settings(f"fsdp_wrap_fn of '{name}'", conversion.settings)
-    return Decision(wrap=True, reason="fsdp_wrap_fn", settings=settings)
 
 
 def _check_mesh(name: str, mesh: Any, shape: MeshShape | None) -> None:
@@ -448,15 +440,6 @@ def _check_mesh(name: str, mesh: Any, shape: MeshShape | None) -> None:
         "run. Its gradients would be averaged over other ranks than those that computed them. Take "
         "it out, or set the degrees of the whole run; experts that are split over ranks "
         "(moe_world_size above 1) are not supported."
-    )
-
-
-def _direct_child_rule(tops: list[nn.Module]) -> Rule:
-    """Containers cannot be units, and a grandchild registered again stays in its own parent."""
-    inside = {id(module) for top in tops for module in top.modules() if module is not top}
-    decision = Decision(wrap=True, reason="direct child", is_block=False)
-    return _decided(
-        {id(top): decision for top in tops if has_forward(top) and id(top) not in inside}
     )
 
 

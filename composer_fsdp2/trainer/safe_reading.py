@@ -25,6 +25,7 @@ from composer_fsdp2.checkpoint.metadata import METADATA, check_places
 from composer_fsdp2.checkpoint.pickles import load_object, load_plainly, trusts, vet_pickle
 from composer_fsdp2.checkpoint.source import FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [
     "download_checkpoint",
@@ -47,22 +48,16 @@ def download_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any)
     Raises:
         CheckpointError: a member wants to go elsewhere.
     """
-    unset = object()
-    before = vars(tarfile.TarFile).get("extraction_filter", unset)
     # Composer calls `extractall` without a filter, and Python then takes this attribute.
-    tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
+    unpacks_inside = staticmethod(tarfile.data_filter)
     try:
-        return original(*args, **kwargs)
+        with override_attribute(tarfile.TarFile, "extraction_filter", unpacks_inside):
+            return original(*args, **kwargs)
     except tarfile.FilterError as error:
         raise CheckpointError(
             f"The archive has a member that does not belong into a checkpoint: {error}. Unpacking "
             "it could overwrite any file. Do not use this archive."
         ) from None
-    finally:
-        if before is unset:
-            del tarfile.TarFile.extraction_filter
-        else:
-            tarfile.TarFile.extraction_filter = before
 
 
 def is_required(name: str) -> bool:

@@ -296,28 +296,12 @@ class _Background:
             torch.get_device_module(device).set_device(device)
             try:
                 written.saved_path = snapshot.write(self.savers, publish)
-            except Exception as error:  # told by `finish`, on the training's thread
+            except Exception as error:  # told by `finish_background_save`
                 self.error = error
 
         # A daemon: a rank that is lost must not keep the others from ending.
         self.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self.thread.start()
-
-    def finish(self) -> _Written | None:
-        """Waits for the save in flight, if there is one. Collective: yes.
-
-        Raises:
-            CheckpointError: it failed; on every rank.
-        """
-        if self.thread is None:
-            return None
-        self.thread.join()
-        self.thread = None
-        error = self.error
-        if error is not None and not isinstance(error, CheckpointError):
-            error = CheckpointError(f"A save in the background failed: {error}")
-        raise_on_all_ranks({}, error)
-        return self.written
 
 
 @contextlib.contextmanager
@@ -354,7 +338,17 @@ def save_in_background(
     background = None
     if getattr(state.fsdp_config, "async_save", False):
         finish_background_save(original, saver, logger)
-        background = _background_of(saver, state)
+        if saver not in _backgrounds:
+            # gloo, because the copies are in CPU memory.
+            groups = gloo_groups(
+                [range(dist.get_world_size())],
+                default_pg_timeout,
+                _device_of(state),
+                "Training waits while a checkpoint is written, as without async_save. Set "
+                "GLOO_SOCKET_IFNAME to the interface they share.",
+            )
+            _backgrounds[saver] = None if groups is None else _Background(state, groups[0])
+        background = _backgrounds[saver]
     if background is None:
         error = None
         try:
@@ -378,20 +372,6 @@ def _device_of(state: State) -> torch.device:
     return state.device.tensor_to_device(torch.empty(0)).device
 
 
-def _background_of(saver: CheckpointSaver, state: State) -> _Background | None:
-    if saver not in _backgrounds:
-        # gloo, because the copies are in CPU memory.
-        groups = gloo_groups(
-            [range(dist.get_world_size())],
-            default_pg_timeout,
-            _device_of(state),
-            "Training waits while a checkpoint is written, as without async_save. Set "
-            "GLOO_SOCKET_IFNAME to the interface they share.",
-        )
-        _backgrounds[saver] = None if groups is None else _Background(state, groups[0])
-    return _backgrounds[saver]
-
-
 def finish_background_save(
     original: Callable[[CheckpointSaver, Any, Any], None], saver: CheckpointSaver, logger: Any
 ) -> None:
@@ -403,11 +383,16 @@ def finish_background_save(
         CheckpointError: the save failed; on every rank.
     """
     background = _backgrounds.get(saver)
-    written = None if background is None else background.finish()
-    if written is not None:
-        latest = saver.last_checkpoint_batch
-        original(saver, written, logger)
-        saver.last_checkpoint_batch = latest
+    if background is None or background.thread is None:
+        return
+    background.thread.join()
+    background.thread, error = None, background.error
+    if error is not None and not isinstance(error, CheckpointError):
+        error = CheckpointError(f"A save in the background failed: {error}")
+    raise_on_all_ranks({}, error)
+    latest = saver.last_checkpoint_batch
+    original(saver, background.written, logger)
+    saver.last_checkpoint_batch = latest
 
 
 def finish_at_fit_end(

@@ -25,8 +25,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,10 +106,15 @@ class _Even(StepListener):
         if unused is not None and compare:
             unused.compare()
         self.left, self.only_added = most - len(found), not found and most > 0
-        self._added = []
-        if most > -minus_least:
-            example = found[-1] if minus_least else self._from_another(found)
-            self._added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
+        example = found[-1] if found else None
+        if most and not minus_least:  # a rank has none, and takes one of the last rank that has any
+            rank = dist.get_global_rank()
+            _, giver = self._agreement.min_max(rank if found else -1)
+            # A pickled CUDA tensor would be put on the giver's device by every rank that gets it.
+            box = [DeviceCPU().batch_to_device(example) if rank == giver else None]
+            dist.broadcast_object_list(box, src=giver)
+            example = found[-1] if found else box[0]
+        self._added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
         return [*self._added, *found]
 
     def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
@@ -118,19 +122,6 @@ class _Even(StepListener):
         if not self._given.get_num_samples_in_batch(batch):
             return []
         return self._given.split_batch(batch, size)
-
-    def _from_another(self, found: Sequence[Any]) -> Any:
-        """Returns a microbatch of this rank, or else of the last rank that has any.
-
-        Collective: yes.
-        """
-        _, giver = self._agreement.min_max(dist.get_global_rank() if found else -1)
-        box: list[Any] = [None]
-        if dist.get_global_rank() == giver:
-            # A pickled CUDA tensor would be put on the giver's device by every rank that gets it.
-            box = [DeviceCPU().batch_to_device(found[-1])]
-        dist.broadcast_object_list(box, src=giver)
-        return found[-1] if found else box[0]
 
 
 class EvenTraining(_Even):
@@ -164,23 +155,6 @@ class EvenTraining(_Even):
     def begin(self) -> None:
         """Runs the microbatches, perhaps again: an optimizer may call its closure often."""
         self.left, self.adding = len(self._added), False
-
-    @contextmanager
-    def added_microbatch(self, trainer: Any) -> Generator[None]:
-        """Takes back what an added microbatch changes, and counts none of its metrics."""
-        kept = Snapshot(self.run.device)
-        kept.keep_buffers(trainer.state.model)
-        self.left, self.adding = self.left - 1, True
-        try:
-            with override_attribute(trainer._original_model, "update_metric", _nothing):
-                yield
-        finally:
-            self.adding = False
-            kept.restore()
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    pass
 
 
 class _Evaluation(_Even):
@@ -416,7 +390,26 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
         run.batch_group.begin()
     with explained_reading(), _leaving_together(run, state.auto_microbatching):
         check_trains_own_weights(run)
-        _agree_on_length(state, run)
+        # An epoch is equally long for all: schedules and intervals count in its batches.
+        length = _UNKNOWN if state.dataloader_len is None else int(state.dataloader_len)
+        least, most = agreement_of(run.device).min_max(length)
+        if least == 0:
+            raise ConfigError(
+                "A rank has no batch of training data. The others would wait for it, and no epoch "
+                "would train anything. Deal the samples with composer.utils.dist.get_sampler, or "
+                "give that rank data."
+            )
+        if least < most:
+            state.dataloader_len = least
+            rest = "an unknown number" if most == _UNKNOWN else str(most)
+            if dist.get_global_rank() == 0:
+                warnings.warn(
+                    f"One rank has {least} batches of training data, and another {rest}. Every "
+                    f"epoch ends after {least} on all ranks, and what others have more is left "
+                    "out. Deal the samples with composer.utils.dist.get_sampler to train on all "
+                    "of them.",
+                    stacklevel=4,
+                )
         if state.auto_microbatching:  # each rank starts with the batch size of its own dataloader
             size: Any = state.device_train_microbatch_size
             _, state.device_train_microbatch_size = agreement_of(run.device).min_max(size)
@@ -428,29 +421,6 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
                 original(trainer)
         finally:
             run.stop_listening(even)
-
-
-def _agree_on_length(state: State, run: Run) -> None:
-    """Makes an epoch equally long for all: schedules and intervals count in its batches."""
-    length = _UNKNOWN if state.dataloader_len is None else int(state.dataloader_len)
-    least, most = agreement_of(run.device).min_max(length)
-    if least == 0:
-        raise ConfigError(
-            "A rank has no batch of training data. The others would wait for it, and no epoch "
-            "would train anything. Deal the samples with composer.utils.dist.get_sampler, or "
-            "give that rank data."
-        )
-    if least == most:
-        return
-    state.dataloader_len = least
-    if dist.get_global_rank() == 0:
-        rest = "an unknown number" if most == _UNKNOWN else str(most)
-        warnings.warn(
-            f"One rank has {least} batches of training data, and another {rest}. Every epoch "
-            f"ends after {least} on all ranks, and what others have more is left out. Deal the "
-            "samples with composer.utils.dist.get_sampler to train on all of them.",
-            stacklevel=5,
-        )
 
 
 def iterate(
@@ -566,8 +536,17 @@ def train_microbatch(
     with explained(run), run.accumulation.microbatch(last=is_final_microbatch):
         if even is None or not even.left:
             return original(trainer, *given)
-        with even.added_microbatch(trainer):
-            losses = original(trainer, *given)
+        # What an added microbatch changes is taken back, and none of its metrics count.
+        kept = Snapshot(run.device)
+        kept.keep_buffers(trainer.state.model)
+        even.left, even.adding = even.left - 1, True
+        model = trainer._original_model
+        try:
+            with override_attribute(model, "update_metric", lambda *_: None):
+                losses = original(trainer, *given)
+        finally:
+            even.adding = False
+            kept.restore()
     return {name: torch.zeros_like(loss) for name, loss in losses.items()}
 
 

@@ -138,7 +138,16 @@ def install(rows: Sequence[PatchPoint]) -> None:
     unknown = [row for row in wanted if row.target in problems]
     core = [row for row in unknown if row.feature is CORE]
     if core:
-        raise PatchError(_core_message(core, problems))
+        listed = "".join(f"\n- {problems[row.target]}" for row in core)
+        packages = dict.fromkeys(["torch", "mosaicml", *map(_distribution, core)])
+        here = ", ".join(f"{name} {_version(name)}" for name in packages)
+        known = " and ".join(dict.fromkeys(row.versions for row in core))
+        raise PatchError(
+            f"FSDP2 cannot be installed, and nothing was replaced: {len(core)} functions that "
+            "every run with it goes through are not known."
+            f"{listed}\nReplacing them could change the run in ways nobody tested. "
+            f"Installed are {here}; install {known}, or a composer_fsdp2 that knows these."
+        )
     new = {row.feature: problems[row.target] for row in reversed(unknown)}
     # Rows that came first, if the feature's others could be looked at only now.
     _restore({row.target for row in rows if row.feature in new} & _originals.keys())
@@ -273,19 +282,6 @@ def _version(distribution: str) -> str:
         return "of unknown version"  # a checkout that is only on the path
 
 
-def _core_message(rows: Sequence[PatchPoint], problems: Mapping[str, str]) -> str:
-    listed = "".join(f"\n- {problems[row.target]}" for row in rows)
-    packages = dict.fromkeys(["torch", "mosaicml", *map(_distribution, rows)])
-    here = ", ".join(f"{name} {_version(name)}" for name in packages)
-    known = " and ".join(dict.fromkeys(row.versions for row in rows))
-    return (
-        f"FSDP2 cannot be installed, and nothing was replaced: {len(rows)} functions that every "
-        f"run with it goes through are not known.{listed}\nReplacing them could change the run in "
-        f"ways nobody tested. Installed are {here}; install {known}, or a composer_fsdp2 that "
-        "knows these."
-    )
-
-
 def _distribution(row: PatchPoint) -> str:
     return _DISTRIBUTIONS.get(row.package, row.package)
 
@@ -295,8 +291,7 @@ def _problem(row: PatchPoint) -> str | None:
     if (missing := _missing(row)) is not None:
         return missing
     if row.takes:
-        owner, name = _locate(row.target)
-        lacks = row.takes - inspect.signature(getattr(owner, name)).parameters.keys()
+        lacks = row.takes - inspect.signature(pkgutil.resolve_name(row.target)).parameters.keys()
         if not lacks:
             return None
         return (
@@ -304,7 +299,10 @@ def _problem(row: PatchPoint) -> str | None:
             f"replacement was written for ({row.versions})."
         )
     try:
-        found = fingerprint(_read(row))
+        if row.source:
+            found = fingerprint(pkgutil.resolve_name(row.source))
+        else:
+            found = fingerprint(inspect.getattr_static(*_locate(row.target)))
     except (ImportError, AttributeError, OSError, SyntaxError, TypeError) as error:
         found = f"cannot be read: {error}"
     if found in row.fingerprints:
@@ -336,14 +334,6 @@ def _locate(target: str) -> tuple[Any, str]:
     module, _, path = target.partition(":")
     outer, _, name = path.rpartition(".")
     return pkgutil.resolve_name(f"{module}:{outer}"), name
-
-
-def _read(row: PatchPoint) -> Any:
-    """Finds what a row's fingerprints are of."""
-    if row.source:
-        return pkgutil.resolve_name(row.source)
-    owner, name = _locate(row.target)
-    return inspect.getattr_static(owner, name)
 
 
 # --- The table in words. ---

@@ -5,14 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from composer_fsdp2.trainer.patches.engine import (
-    CORE,
-    Feature,
-    PatchPoint,
-    check_features,
-)
+from composer_fsdp2.trainer.patches.engine import CORE, Feature, PatchPoint, check_features
 
-__all__ = ["TRAINER_ROWS", "parallelize_composer_model", "parse_parallelism_config"]
+__all__ = ["TRAINER_ROWS", "parse_parallelism_config"]
 
 _UPSTREAM = "https://github.com/mosaicml/composer/blob/v0.32.1/composer"
 _TRAINER = "composer.trainer.trainer"
@@ -62,15 +57,6 @@ def parse_parallelism_config(original: Any, trainer: Any, parallelism_config: An
     return parsed
 
 
-def parallelize_composer_model(
-    _original: Any, composer_model: Any, optimizer: Any, config: Any, precision: Any = None
-) -> None:
-    """Replaces Composer's function of this name. Collective: yes."""
-    from composer_fsdp2.trainer.prepare import prepare_fully_shard
-
-    prepare_fully_shard(composer_model, optimizer, config, precision)
-
-
 def _is_sharded(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
     from composer_fsdp2.step.run import run_of
 
@@ -92,7 +78,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.distributed.prepare_distributed:parallelize_composer_model",
-        replacement="trainer.patches.trainer:parallelize_composer_model",
+        replacement="trainer.prepare:parallelize_composer_model",
         feature=CORE,
         why="wraps without the root, refuses ties, drops optimizer state and knows only CUDA",
         upstream=f"{_UPSTREAM}/distributed/prepare_distributed.py#L198",
