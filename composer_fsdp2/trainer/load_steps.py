@@ -25,7 +25,6 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.run import Run
 from composer_fsdp2.text import listed
-from composer_fsdp2.torch_private.tensors import tree_map
 
 __all__ = [
     "Ignore",
@@ -69,10 +68,16 @@ def drop_keys(values: StateDict, ignore: Ignore) -> StateDict:
     """
     if not ignore:
         return values
-    values = tree_map(lambda leaf: leaf, values)
+    values = _copied_containers(values)
     (ignore if callable(ignore) else composers.glob_filter(list(ignore)))(values)
     values.setdefault("state", {})
     return values
+
+
+def _copied_containers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied_containers(item) for key, item in value.items()}
+    return [_copied_containers(item) for item in value] if type(value) is list else value
 
 
 def remove_keys(values: StateDict, keys: Sequence[str]) -> None:

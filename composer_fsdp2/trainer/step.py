@@ -117,6 +117,15 @@ class _Even(StepListener):
         self._added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
         return [*self._added, *found]
 
+    def updated(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `update_metric` of the model, which leaves added microbatches out."""
+
+        @functools.wraps(update)
+        def updated(*args: Any, **kwargs: Any) -> Any:
+            return None if self.adding else update(*args, **kwargs)
+
+        return updated
+
     def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
         """Returns the microbatches of this rank that count."""
         if not self._given.get_num_samples_in_batch(batch):
@@ -207,15 +216,6 @@ class _Evaluation(_Even):
         self.adding, self.left = self.left > 0, max(0, self.left - 1)
         self._running = self._given.microbatch_transforms(microbatch)
         return self._running
-
-    def updated(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `update_metric` of the model, which leaves added microbatches out."""
-
-        @functools.wraps(update)
-        def updated(*args: Any, **kwargs: Any) -> Any:
-            return None if self.adding else update(*args, **kwargs)
-
-        return updated
 
 
 class _Ending(list[Any]):
@@ -542,7 +542,7 @@ def train_microbatch(
         even.left, even.adding = even.left - 1, True
         model = trainer._original_model
         try:
-            with override_attribute(model, "update_metric", lambda *_: None):
+            with override_attribute(model, "update_metric", even.updated(model.update_metric)):
                 losses = original(trainer, *given)
         finally:
             even.adding = False

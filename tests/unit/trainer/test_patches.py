@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -486,7 +487,7 @@ def test_the_link_is_to_the_lines_that_were_read(row: PatchPoint):
     installed_version = importlib.metadata.version(_DISTRIBUTIONS.get(repository, repository))
     if installed_version.partition("+")[0] != version:
         return  # lines of another version
-    item = inspect.unwrap(engine._read(row)) if row.fingerprints else current(row.target)
+    item = pkgutil.resolve_name(row.source) if row.source else current(row.target)
     item = inspect.unwrap(getattr(item, "__func__", item))
     assert str(inspect.getsourcefile(item)).endswith(f"site-packages/{path}")
     assert int(line) == max(1, inspect.getsourcelines(item)[1])
