@@ -306,8 +306,9 @@ def _fsdp2(fsdp2: Any, tp: Any) -> TrainerFSDP2Config:
                 f"planner of a name. Give the Trainer the object: {key}=MyPlanner(...)."
             )
     # Composer's State builds the mesh; its own checks of the degrees name no numbers.
-    shape = MeshShape.resolve(converted, dist.get_world_size())
-    shape.check_reshard(converted.reshard_after_forward, "the run")
+    MeshShape.resolve(converted, dist.get_world_size()).check_reshard(
+        converted.reshard_after_forward, "the run"
+    )
     return TrainerFSDP2Config.of(converted)
 
 
@@ -326,8 +327,9 @@ def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     precision = values.get("mixed_precision")
     if isinstance(precision, Mapping):
         # For `master_weights_dtype`. Gradients have the dtype of the weights, as it asks.
-        kept = {k: v for k, v in precision.items() if k != "keep_low_precision_grads"}
-        values["mixed_precision"] = kept
+        values["mixed_precision"] = {
+            k: v for k, v in precision.items() if k != "keep_low_precision_grads"
+        }
     return values
 
 

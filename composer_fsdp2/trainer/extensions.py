@@ -154,8 +154,11 @@ ALGORITHMS = (
 
 def items_of(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the algorithms, callbacks and optimizers among the arguments of a Trainer."""
-    names = ("algorithms", "callbacks", "optimizers")
-    return tuple(item for name in names for item in ensure_tuple(arguments.get(name)))
+    return tuple(
+        item
+        for name in ("algorithms", "callbacks", "optimizers")
+        for item in ensure_tuple(arguments.get(name))
+    )
 
 
 def check_extensions(items: Iterable[Any]) -> None:

@@ -70,14 +70,13 @@ def preparing(
             undecided = group.get("foreach", False) is None
             if undecided and not excluded and not isinstance(group["lr"], torch.Tensor):
                 group["foreach"] = True
-        mesh = build_mesh(MeshShape.resolve(settings, dist.get_world_size()), "cpu")
         plan = PreparePlan(
             model,
             optimizer,
             settings,
             precision,
             None,  # a device, for which the precision would be checked
-            mesh=mesh,
+            mesh=build_mesh(MeshShape.resolve(settings, dist.get_world_size()), "cpu"),
             transformations=TRANSFORMATIONS,
         )
         return apply_to_model(model, plan, [MetaDeviceReport("none", "", "")], seed=0)

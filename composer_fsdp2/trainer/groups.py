@@ -64,8 +64,7 @@ def create_mesh(
     if shape.replicate is not None:
         names.insert(0, ParallelismType.DATA_PARALLEL_REPLICATE.value)
     device_type = "cuda" if device.name == "gpu" else device.name
-    sizes = tuple(shape.axes.values())
-    return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
+    return init_device_mesh(device_type, tuple(shape.axes.values()), mesh_dim_names=tuple(names))
 
 
 # --- Data ---

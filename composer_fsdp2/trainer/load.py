@@ -95,8 +95,9 @@ def load_checkpoint(
         chosen = _ShardedLoad if kind == "sharded" else _FullLoad
         load = chosen(state, load_weights_only, strict_model_weights, ignore_keys)
         with _state_type(state, kind):
-            loaded = load.read(local, remote)
-            return load.apply(loaded, logger, exclude_algorithms, algorithm_passes)
+            return load.apply(
+                load.read(local, remote), logger, exclude_algorithms, algorithm_passes
+            )
 
 
 def _state_type(state: State, kind: Kind) -> contextlib.AbstractContextManager[None]:

@@ -187,8 +187,9 @@ class Traffic(StepListener):
         """Adds up the units that are gathered, and the one that comes."""
         held = self._gathered.items()
         self._gathered = {g: n for g, n in held if g is coming or holds_gathered(g)}
-        peak = max(self.counts["peak_unsharded_bytes"], sum(self._gathered.values()))
-        self.counts["peak_unsharded_bytes"] = peak
+        self.counts["peak_unsharded_bytes"] = max(
+            self.counts["peak_unsharded_bytes"], sum(self._gathered.values())
+        )
 
 
 def describe_sharding(model: nn.Module, run: Run) -> str:

@@ -170,8 +170,10 @@ def prepare_fully_shard(
     facts: dict[str, Any] = {}
     try:
         if te_rng_seed != 1234:
-            text = "te_rng_seed has no effect: activation checkpointing is torch's own here."
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(
+                "te_rng_seed has no effect: activation checkpointing is torch's own here.",
+                stacklevel=2,
+            )
         settings = resolve_settings(fsdp2_config)
         check_private_members(_features(settings, auto_microbatching))
         for step in TRANSFORMATIONS:

@@ -327,8 +327,7 @@ def trainer_rules(
     marked, marked_ends = _marked(tree, tops, ends)
     rules = [_decided(metrics), _decided(marked), *policy_rules(tree, policy)]
     if not policy.selects_blocks:
-        hooks = _hook_rule(tops, shape)
-        blocks = hooks or by_hf_blocks(tree)
+        blocks = _hook_rule(tops, shape) or by_hf_blocks(tree)
         rules += [blocks] if blocks else []
     rules += [_decided(ends), _decided(marked_ends)]
     if model in tops:

@@ -171,8 +171,7 @@ class _Snapshot:
         """Writes it. Collective: yes, over `savers.everyone`."""
         first = dist.get_global_rank() == 0
         if self.sharded:
-            folder = self.path.parent
-            write_sharded(self.values, folder, savers, self.planner, publish, self.own)
+            write_sharded(self.values, self.path.parent, savers, self.planner, publish, self.own)
             return str(self.path) if savers.writes else None
         together(
             savers.everyone,
@@ -228,12 +227,11 @@ def _savers(state: State) -> Savers:
     """
     mesh, writes, group = state.device_mesh, True, None
     replicate = ParallelismType.DATA_PARALLEL_REPLICATE.value
-    shard = ParallelismType.DATA_PARALLEL_SHARD.value
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and replicate in names:
         writes = mesh.get_local_rank(replicate) == 0
         if TENSOR_AXIS not in names:
-            group = mesh.get_group(shard)
+            group = mesh.get_group(ParallelismType.DATA_PARALLEL_SHARD.value)
         else:
             run = run_of(state.model)
             assert run is not None

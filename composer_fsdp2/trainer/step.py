@@ -413,8 +413,9 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
         if state.auto_microbatching:  # each rank starts with the batch size of its own dataloader
             size: Any = state.device_train_microbatch_size
             _, state.device_train_microbatch_size = agreement_of(run.device).min_max(size)
-        on_tokens = trainer.accumulate_train_batch_on_tokens
-        even = EvenTraining(run, trainer._train_data_spec, on_tokens)
+        even = EvenTraining(
+            run, trainer._train_data_spec, on_tokens=trainer.accumulate_train_batch_on_tokens
+        )
         run.listen(even)
         try:
             with override_attribute(trainer, "_train_data_spec", even.spec):
@@ -501,8 +502,9 @@ def train_batch(
             _lower_size_that_thrashes(trainer)
         trainer.cumulative_alloc_retries = torch.cuda.memory_stats()["num_alloc_retries"]
     trainer.num_consecutive_non_OOM_batches += 1
-    size = state.device_train_microbatch_size
-    trainer.logger.log_metrics({"trainer/device_train_microbatch_size": size})
+    trainer.logger.log_metrics(
+        {"trainer/device_train_microbatch_size": state.device_train_microbatch_size}
+    )
     trainer.first_train_batch_complete = True
     return losses
 

@@ -7,12 +7,17 @@ installs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from composer_fsdp2.trainer.patches import engine
 from composer_fsdp2.trainer.patches.checkpoint import CHECKPOINT_ROWS
-from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, PatchState, check_feature
+from composer_fsdp2.trainer.patches.engine import (
+    Feature,
+    PatchPoint,
+    PatchState,
+    check_feature,
+    describe_patches,
+)
 from composer_fsdp2.trainer.patches.extensions import (
     ALGORITHM_ROWS,
     CALLBACK_ROWS,
@@ -108,12 +113,3 @@ def patch_states() -> tuple[PatchState, ...]:
     Collective: no.
     """
     return engine.states(PATCHES)
-
-
-def describe_patches(states: Sequence[PatchState] | None = None) -> str:
-    """Returns the table with the state of every row as text.
-
-    Args:
-        states: what `patch_states` returned; looked up when not given.
-    """
-    return engine.describe(patch_states() if states is None else states)

@@ -40,8 +40,9 @@ def _always(*_args: Any, **_kwargs: Any) -> bool:
 
 
 def _is_with_fsdp2(*args: Any, **kwargs: Any) -> bool:
-    states = (*args, *kwargs.values())
-    return any(getattr(value, "fsdp_config_version", None) == 2 for value in states)
+    return any(
+        getattr(value, "fsdp_config_version", None) == 2 for value in (*args, *kwargs.values())
+    )
 
 
 CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (

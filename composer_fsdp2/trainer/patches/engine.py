@@ -34,7 +34,7 @@ __all__ = [
     "check_feature",
     "check_features",
     "check_versions",
-    "describe",
+    "describe_patches",
     "install",
     "installed",
     "states",
@@ -148,10 +148,7 @@ def install(rows: Sequence[PatchPoint]) -> None:
             f"{listed}\nReplacing them could change the run in ways nobody tested. "
             f"Installed are {here}; install {known}, or a composer_fsdp2 that knows these."
         )
-    new = {row.feature: problems[row.target] for row in reversed(unknown)}
-    # Rows that came first, if the feature's others could be looked at only now.
-    _restore({row.target for row in rows if row.feature in new} & _originals.keys())
-    _off.update(new)
+    _off.update({row.feature: problems[row.target] for row in reversed(unknown)})
     for row in rows:
         if _is_wanted(row) and row.target not in _originals:
             _replace(row)
@@ -384,8 +381,8 @@ def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:
     return tuple(found)
 
 
-def describe(found: Sequence[PatchState]) -> str:
-    """Returns a table of states as text."""
+def describe_patches(found: Sequence[PatchState]) -> str:
+    """Returns the table with the state of every row as text."""
     lines: list[str] = []
     for row in found:
         shown = {

@@ -158,7 +158,7 @@ def test_one_core_row_that_does_not_fit_and_nothing_is_replaced(
     assert said in message
     assert re.search(r"Installed are torch 2[^;]*, mosaicml 0[^;]*; install mosaicml 0", message)
     assert state() == originals
-    assert "cannot be installed: " in describe_patches()
+    assert "cannot be installed: " in describe_patches(patch_states())
     with pytest.raises(PatchError), installed():
         pass
     monkeypatch.undo()
@@ -335,7 +335,7 @@ def test_an_unknown_source_switches_its_feature_off(monkeypatch, row: PatchPoint
         assert off == {row.feature.name}
         rest = {one.state for one in patch_states() if one.feature not in off}
         assert rest == {"installed"}
-        assert f"switched off with {row.feature.name}: " in describe_patches()
+        assert f"switched off with {row.feature.name}: " in describe_patches(patch_states())
         ours = [one for one in PATCHES if one.feature is row.feature and one.asks is None]
         assert all(current(one.target) is before[one.target] for one in ours)
         with pytest.raises(PatchError) as caught:
@@ -453,11 +453,11 @@ def test_a_replaced_function_still_looks_like_the_original(originals):
 
 
 def test_the_table_as_text():
-    text = describe_patches()
+    text = describe_patches(patch_states())
     for point in PATCHES:
         assert f"{point.target}\n  fits, not installed\n  because it {point.why}" in text
     with installed():
-        assert describe_patches().count("\n  installed\n") == len(PATCHES)
+        assert describe_patches(patch_states()).count("\n  installed\n") == len(PATCHES)
 
 
 # --- upstream ---
