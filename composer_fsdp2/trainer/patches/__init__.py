@@ -10,7 +10,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from composer_fsdp2.trainer.patches import engine
-from composer_fsdp2.trainer.patches.checkpoint import CHECKPOINT_ROWS
 from composer_fsdp2.trainer.patches.engine import (
     Feature,
     PatchPoint,
@@ -24,7 +23,7 @@ from composer_fsdp2.trainer.patches.extensions import (
     HUGGINGFACE_ROWS,
 )
 from composer_fsdp2.trainer.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RANK
-from composer_fsdp2.trainer.patches.trainer import TRAINER_ROWS
+from composer_fsdp2.trainer.patches.trainer import CHECKPOINT_ROWS, TRAINER_ROWS
 
 __all__ = [
     "GROUPS",
