@@ -34,7 +34,6 @@ from composer_fsdp2.trainer.override_attribute import override_attribute
 __all__ = [
     "CountsGroups",
     "View",
-    "batch_group_of",
     "count_flops_once",
     "counted_once",
     "counting_groups",
@@ -43,12 +42,6 @@ __all__ = [
     "set_dataloader",
     "show_batch",
 ]
-
-
-def batch_group_of(model: nn.Module) -> BatchGroup | None:
-    """Returns the ranks that compute one batch together, `None` where each has its own."""
-    run = run_of(model)
-    return None if run is None else run.batch_group
 
 
 def create_mesh(
@@ -97,13 +90,13 @@ def set_dataloader(
     original(state, dataloader, *args, **kwargs)
 
 
-def refuse_auto(model: nn.Module, evaluator: Evaluator) -> None:
+def refuse_auto(group: BatchGroup | None, evaluator: Evaluator) -> None:
     """Refuses an evaluation that looks for its microbatch size. Collective: no.
 
     Raises:
         ConfigError: the same on every rank.
     """
-    if batch_group_of(model) is not None and evaluator.auto_microbatching:
+    if group is not None and evaluator.auto_microbatching:
         raise ConfigError(
             f"device_eval_microbatch_size of '{evaluator.label}' is auto, and ranks compute one "
             "batch together. One that runs out of memory in the middle of it would leave its "
@@ -172,9 +165,8 @@ class CountsGroups(View):
             tensor.div_(self.size, rounding_mode="floor")
 
 
-def counting_groups(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+def counting_groups(group: BatchGroup | None) -> contextlib.AbstractContextManager[Any]:
     """Has the Trainer's functions count groups, not ranks, while a block runs. Collective: no."""
-    group = batch_group_of(model)
     if group is None:
         return contextlib.nullcontext()
     return override_attribute(vars(composers)["dist"], "size", group.size)
@@ -184,5 +176,6 @@ def counted_once(
     original: Callable[..., tuple[Any, ...]], trainer: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, ...]:
     """Replaces `Trainer._accumulate_time_across_ranks`. Collective: yes."""
-    with counting_groups(trainer.state.model):
+    run = run_of(trainer.state.model)
+    with counting_groups(None if run is None else run.batch_group):
         return original(trainer, *args, **kwargs)

@@ -45,7 +45,6 @@ __all__ = [
     "check_arguments",
     "init",
     "load_any_checkpoint",
-    "settle_autoresume",
     "warn_of_shared_store",
     "wrap_model",
 ]
@@ -53,6 +52,9 @@ __all__ = [
 
 ARGUMENTS = "_fsdp2_arguments"
 """attribute of a Trainer that is being built: what it was given, by name"""
+_candidates: WeakKeyDictionary[State, tuple[Path, tuple[Path, ...]]] = WeakKeyDictionary()
+"""the link to the checkpoint that a run resumes from, and good checkpoints, the newest first"""
+_PLACEHOLDER = re.compile(r"\\\{[^{}]*\\\}")
 
 
 def init(original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -136,42 +138,18 @@ def wrap_model(
 ) -> None:
     """Replaces `Trainer._wrap_model_for_distributed`, the last step before autoresume.
 
-    Collective: yes.
-    """
-    note_start(trainer.state)
-    save_lions_as_text(ensure_tuple(optimizers))
-    check_saved_adapters(trainer.state)
-    original(trainer, model, optimizers)
-    settle_autoresume(trainer.state, getattr(trainer, ARGUMENTS, {}))
-
-
-def apply_fsdp(original: Callable[[State], None], state: State) -> None:
-    """Replaces `State._apply_fsdp`. Collective: yes."""
-    original(state)
-    if state.fsdp_config_version == 2:
-        move_averages(state)
-
-
-# Autoresume takes the newest checkpoint that is good, not the one a link happens to point to.
-
-
-_candidates: WeakKeyDictionary[State, tuple[Path, tuple[Path, ...]]] = WeakKeyDictionary()
-"""the link to the checkpoint that a run resumes from, and good checkpoints, the newest first"""
-_PLACEHOLDER = re.compile(r"\\\{[^{}]*\\\}")
-
-
-def settle_autoresume(state: State, arguments: Mapping[str, Any]) -> None:
-    """Points `latest` to the newest complete checkpoint of a run that is to resume from it.
-
-    Collective: yes. What is newer and incomplete has been named in a warning then.
-
-    Args:
-        state: of the run.
-        arguments: of the Trainer.
+    Points `latest` to the newest complete checkpoint of a run that is to resume from it; what is
+    newer and incomplete has been named in a warning then. Collective: yes.
 
     Raises:
         CheckpointError: on every rank, when the folder cannot be searched.
     """
+    state: State = trainer.state
+    note_start(state)
+    save_lions_as_text(ensure_tuple(optimizers))
+    check_saved_adapters(state)
+    original(trainer, model, optimizers)
+    arguments: Mapping[str, Any] = getattr(trainer, ARGUMENTS, {})
     given, latest = arguments.get("save_folder"), arguments.get("save_latest_filename")
     asked = arguments.get("autoresume") and given is not None and latest is not None
     if not asked or parse_uri(str(given))[0]:
@@ -186,6 +164,16 @@ def settle_autoresume(state: State, arguments: Mapping[str, Any]) -> None:
             error = CheckpointError(f"'{folder}' cannot be searched for checkpoints: {failed}")
     raise_on_all_ranks({}, error)
     _candidates[state] = link, of_rank0(found)
+
+
+def apply_fsdp(original: Callable[[State], None], state: State) -> None:
+    """Replaces `State._apply_fsdp`. Collective: yes."""
+    original(state)
+    if state.fsdp_config_version == 2:
+        move_averages(state)
+
+
+# --- Autoresume takes the newest checkpoint that is good, not the one a link points to. ---
 
 
 def _settle(folder: Path, link: Path, filename: str, state: State) -> tuple[Path, ...]:

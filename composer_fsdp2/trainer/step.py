@@ -88,9 +88,10 @@ class _Even(StepListener):
     def __init__(self, run: Run, spec: DataSpec, unused: UnusedParameters | None = None) -> None:
         super().__init__(run)
         self._given, self._unused, self._agreement = spec, unused, agreement_of(run.device)
-        self._added: list[Any] = []
+        self.added: list[Any] = []
+        """microbatches of this batch that weigh nothing"""
         self.left = 0
-        """added microbatches that have not run"""
+        """how many of them have not run"""
         self.only_added = False
         """whether this rank has no microbatch of its own"""
         self.adding = False
@@ -114,8 +115,8 @@ class _Even(StepListener):
             box = [DeviceCPU().batch_to_device(example) if rank == giver else None]
             dist.broadcast_object_list(box, src=giver)
             example = found[-1] if found else box[0]
-        self._added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
-        return [*self._added, *found]
+        self.added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
+        return [*self.added, *found]
 
     def updated(self, update: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `update_metric` of the model, which leaves added microbatches out."""
@@ -147,7 +148,7 @@ class EvenTraining(_Even):
 
         @functools.wraps(count)
         def counted(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            added = self.adding or any(batch is one for one in self._added)
+            added = self.adding or any(batch is one for one in self.added)
             return count(batch, *args, **kwargs) * (not added)
 
         return counted
@@ -160,10 +161,6 @@ class EvenTraining(_Even):
         # The loss of a microbatch without any may be 0 / 0, and NaN times a weight of 0 is NaN.
         tokens = self._given.get_num_tokens_in_batch
         return [part for part in found if tokens(part, token_type="loss_generating")]
-
-    def begin(self) -> None:
-        """Runs the microbatches, perhaps again: an optimizer may call its closure often."""
-        self.left, self.adding = len(self._added), False
 
 
 class _Evaluation(_Even):
@@ -196,7 +193,7 @@ class _Evaluation(_Even):
         if self._kept is None:
             self._kept = Snapshot(self.run.device)
             self._kept.keep_buffers(self.run.model)
-            self._kept.keep(_tensors(batch))
+            self._kept.keep(tree_leaves(batch))
             for metric in self._metrics.values():
                 self._kept.keep_metric(metric)
         else:  # this batch again; on every rank, as some may have left units gathered
@@ -228,10 +225,6 @@ class _Ending(list[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
         self._at_end()
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 # --- Attempts. ---
@@ -271,7 +264,8 @@ class _Attempt:
             metric.reset()
             self._snapshot.keep_metric(metric)
         # A microbatch is a view of its batch, which a transform may change in place.
-        tensors = _tensors(trainer.state.batch)
+        leaves = tree_leaves(trainer.state.batch)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # torch counts the changes of a tensor in place in its `_version`.
         self._versions = [] if searching else [(one, one._version) for one in tensors]
         if searching:
@@ -296,8 +290,11 @@ class _Attempt:
             self._stepped = True
             return loss if use_grad_scaling else loss.item()
 
-        with contextlib.nullcontext() if exit_ is None else exit_.attempt(self._let_go):
+        with contextlib.ExitStack() as stack:
+            if self._searching:
+                stack.callback(OOMGuard(self._run, agree=False).remove)
             if exit_ is not None:
+                stack.enter_context(exit_.attempt(self._let_go))
                 exit_.begin()
             size = state.device_train_microbatch_size
             microbatches = trainer._train_data_spec.split_batch(batch, size)
@@ -482,16 +479,12 @@ def train_batch(
     while losses is None:
         fitted = trainer.num_consecutive_non_OOM_batches
         searching = fitted < _STEADY or not trainer.first_train_batch_complete
-        guard = OOMGuard(run, agree=False) if searching else None
         attempt, tried = _Attempt(trainer, run, searching), tried + 1
         try:
             losses = attempt.compute(batch, use_grad_scaling)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        finally:
-            if guard is not None:
-                guard.remove()
         if losses is None:  # outside of `except`: an error keeps alive what it should free
             trainer.num_consecutive_thrashes = trainer.num_consecutive_non_OOM_batches = 0
             state.batch = batch
@@ -515,8 +508,8 @@ def train_microbatches(
     """Replaces `Trainer._train_microbatches`."""
     run = _run_of(trainer)
     even = run.listener(EvenTraining)
-    if even is not None:
-        even.begin()
+    if even is not None:  # perhaps again: an optimizer may call its closure often
+        even.left, even.adding = len(even.added), False
     with run.accumulation.batch():
         loss = original(trainer, *args, **kwargs)
     # An optimizer that runs the batch itself, as SAM does, takes a loss of 0 for a failure, and
@@ -577,9 +570,9 @@ def eval_loop(
     """
     state, model = trainer.state, trainer._original_model
     run, auto = _run_of(trainer), evaluator.auto_microbatching
-    refuse_auto(state.model, evaluator)
+    refuse_auto(run.batch_group, evaluator)
     with (
-        counting_groups(state.model),
+        counting_groups(run.batch_group),
         _leaving_together(run, state.auto_microbatching or auto),
         explained(run),
         run.evaluating(),

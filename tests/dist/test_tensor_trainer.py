@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.step.run import run_of
 from composer_fsdp2.trainer.groups import refuse_auto
 from tests.dist.test_tensor_parallel import global_batches, gpt2, llama
 from tests.support.parity import TOLERANCE
@@ -234,7 +235,7 @@ def test_evaluation_and_data_that_ends_unevenly():
         assert trainer.state.eval_timestamp.sample.value == 5
     odd.auto_microbatching = True  # which Composer takes on a GPU alone
     with pytest.raises(ConfigError, match="device_eval_microbatch_size of 'odd' is auto"):
-        refuse_auto(trainer.state.model, odd)
+        refuse_auto(run_of(trainer.state.model).batch_group, odd)
     expected, _ = trained_alone("gpt2", repeated(data))
     assert largest_difference(trainer.state.model, expected) <= TOLERANCE
 
