@@ -11,9 +11,9 @@ def register() -> None:
 
     from composer_fsdp2.foundry.transform import transform
     from composer_fsdp2.optim.muon.optimizer import Muon
-    from composer_fsdp2.trainer import foundry_callbacks, monitor, step_record
+    from composer_fsdp2.trainer import config, monitor, step_record
 
-    registry.config_transforms.register(foundry_callbacks.TRANSFORM, func=transform)
+    registry.config_transforms.register(config.TRANSFORM, func=transform)
     registry.callbacks.register(monitor.NAME, func=monitor.FSDP2Monitor)
     registry.optimizers.register("muon", func=Muon)
     # `parity` writes its name into the configurations that it runs.

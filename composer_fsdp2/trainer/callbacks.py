@@ -1,6 +1,6 @@
-"""Composer's callbacks on sharded models: what they log and decide is that of the whole model.
+"""Callbacks and what they ask, on sharded models: they log and decide as for the whole model.
 
-The functions here replace Composer's (see `patches`); other models keep Composer's own.
+The functions here replace Composer's and LLM Foundry's (see `patches`); other models keep theirs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from composer.core import State
 from composer.devices import DeviceGPU
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.optim.norms import Groups, groups_of, local_part, whole_metrics
 from composer_fsdp2.shard.apply import is_sharded, reshard
@@ -26,6 +27,8 @@ from composer_fsdp2.trainer.override_attribute import override_attribute
 __all__ = [
     "agreed_metric",
     "check_loss",
+    "freeze_layers",
+    "keep_learning_rates",
     "log_optimizer",
     "logged_norms",
     "measure_activation",
@@ -180,3 +183,27 @@ def record_memory(original: Callable[..., None], callback: Any, state: State, lo
     shown = nn.Linear(1, 1, device="meta") if moves else state.model
     with override_attribute(state, "model", shown):
         original(callback, state, logger)
+
+
+# --- LLM Foundry's. ---
+
+
+def freeze_layers(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:
+    """Lets `LayerFreezing` find parameters by plain names under activation checkpointing."""
+    if state.fsdp_config_version != 2:
+        original(callback, state, logger)
+        return
+    names = {plain_name(name): name for name, _ in state.model.named_parameters()}
+    found = {names.get(name, name) for name in callback.layer_names}
+    with override_attribute(callback, "layer_names", found):
+        original(callback, state, logger)
+
+
+def keep_learning_rates(
+    original: Callable[..., dict[str, Any]], optimizer: Any, optimizer_metrics: dict[str, Any]
+) -> dict[str, Any]:
+    """Replaces `DecoupledAdaLRLion.pre_reduce_metrics`: learning rates are no norms."""
+    rates = {k: v for k, v in optimizer_metrics.items() if k.startswith("layerwise_lr")}
+    found = original(optimizer, optimizer_metrics)  # changes what it is given
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {**found, **rates} if any(isinstance(param, DTensor) for param in params) else found

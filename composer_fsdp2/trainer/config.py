@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
@@ -24,14 +24,18 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import MeshShape
 
 __all__ = [
+    "TRANSFORM",
     "TrainerFSDP2Config",
     "asks_for_fsdp2",
     "concerns_fsdp2",
     "parse_parallelism_config",
+    "read_evaluation",
     "resolve_settings",
 ]
 
 T = TypeVar("T")
+TRANSFORM = "composer_fsdp2"
+"""the name of `foundry.transform` in LLM Foundry's registry"""
 _KEYS = ("fsdp", "fsdp2", "tp")
 _FIELDS = tuple(ours.name for ours in dataclasses.fields(FSDP2Config))
 
@@ -191,6 +195,19 @@ def parse_parallelism_config(
             tp = TPConfig(**tp)
         parsed["tp"] = tp
     return ParallelismConfig(**parsed) if parsed else None
+
+
+def read_evaluation(
+    original: Callable[..., Any],
+    cfg: Any,
+    dataclass_constructor: Any,
+    dataclass_fields: Any,
+    transforms: Any = None,
+    icl_tasks_required: bool = False,
+) -> Any:
+    """Replaces `make_dataclass_and_log_config` of LLM Foundry's evaluation script."""
+    transforms = [TRANSFORM, *(transforms or ())]
+    return original(cfg, dataclass_constructor, dataclass_fields, transforms, icl_tasks_required)
 
 
 def asks_for_fsdp2(config: ParallelismConfig | Mapping[str, Any] | None) -> bool:

@@ -20,6 +20,7 @@ from composer.trainer import trainer as composers
 from composer.utils import ParallelismType, dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_fsdp2.config.group_size import ranks_of_a_batch, written_group_size
@@ -33,7 +34,8 @@ from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [
     "CountsGroups",
-    "View",
+    "ReducedNorms",
+    "SharesAlone",
     "count_flops_once",
     "counted_once",
     "counting_groups",
@@ -163,6 +165,27 @@ class CountsGroups(View):
         self.wrapped.all_reduce(tensor, reduce_operation=reduce_operation)
         if self.size > 1 and reduce_operation == "SUM":
             tensor.div_(self.size, rounding_mode="floor")
+
+
+class SharesAlone(View):
+    """For the training script, which drops the FSDP settings of a run on one rank."""
+
+    keeps = False
+    """whether the settings of the run that starts next are FSDP2's"""
+
+    def get_world_size(self) -> int:
+        """Returns at least 2, once for each run that keeps its settings."""
+        ranks, keeps, self.keeps = self.wrapped.get_world_size(), self.keeps, False
+        return max(2, ranks) if keeps else ranks
+
+
+class ReducedNorms(View):
+    """For the Lion optimizers, which add up what they take for the norms of local shards."""
+
+    def all_reduce(self, tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
+        """Leaves a norm of a DTensor alone: it is that of the whole parameter already."""
+        if not isinstance(tensor, DTensor):
+            self.wrapped.all_reduce(tensor, reduce_operation=reduce_operation)
 
 
 def counting_groups(group: BatchGroup | None) -> contextlib.AbstractContextManager[Any]:

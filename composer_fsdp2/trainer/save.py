@@ -10,6 +10,7 @@ import contextlib
 import errno
 import inspect
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -21,7 +22,12 @@ import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.utils import checkpoint as composers
-from composer.utils import dist, format_name_with_dist, reproducibility
+from composer.utils import (
+    dist,
+    format_name_with_dist,
+    format_name_with_dist_and_time,
+    reproducibility,
+)
 from composer.utils.misc import ParallelismType
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -43,7 +49,9 @@ from composer_fsdp2.step.agreement import gloo_groups
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
+from composer_fsdp2.trainer.config import TrainerFSDP2Config
 from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys
+from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [
     "check_saved_adapters",
@@ -54,7 +62,7 @@ __all__ = [
     "own_class",
     "save_checkpoint",
     "save_in_background",
-    "write_whole_file",
+    "save_monolith",
 ]
 
 _LEAVE_SECONDS = 60.0
@@ -416,3 +424,48 @@ def leave_background_save(
     if background is not None and background.thread is not None:
         background.thread.join(_LEAVE_SECONDS)
     original(saver)
+
+
+# --- LLM Foundry's. ---
+
+
+def save_monolith(original: Callable[..., None], saver: Any, state: State, logger: Any) -> None:
+    """Replaces `MonolithicCheckpointSaver._save_checkpoint`.
+
+    Collective: yes.
+
+    Raises:
+        CheckpointError: the file could not be written; what had its name is as it was.
+    """
+    if not isinstance(state.fsdp_config, TrainerFSDP2Config):
+        original(saver, state, logger)
+        return
+    values = state.state_dict()
+    del values["model"], values["optimizers"]
+    # Whole weights, which rank 0 alone holds.
+    with override_attribute(state.fsdp_config, "state_dict_type", "full"):
+        values["model"] = state.get_model_state_dict()
+        if saver.keep_optimizers:
+            values["optimizers"] = state.get_optim_state_dict()
+    whole = {"state": values, "rng": reproducibility.get_rng_state()}
+    folder, name = (
+        format_name_with_dist_and_time(text, state.run_name, state.timestamp)
+        for text in (saver.save_dir_format_str, saver.filename_format_str)
+    )
+    with contextlib.ExitStack() as stack:
+        uploads = saver.remote_ud is not None
+        local = stack.enter_context(tempfile.TemporaryDirectory()) if uploads else folder
+        path, first = Path(local, name), dist.get_global_rank() == 0
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole_file(whole, path)
+
+        together(None, write, path, when=first)
+        if first and uploads:
+            saver.remote_ud.upload_file(
+                state=state,
+                remote_file_name=str(Path(folder, name)),
+                file_path=path,
+                overwrite=saver.overwrite,
+            )

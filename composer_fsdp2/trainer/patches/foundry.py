@@ -57,7 +57,7 @@ def _asks_for_parallelism(cfg: Any, *_args: Any, **_kwargs: Any) -> bool:
 FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_PACKAGE}.{_TRAIN}:dist",
-        replacement="trainer.foundry_callbacks:SharesAlone",
+        replacement="trainer.groups:SharesAlone",
         feature=ONE_RANK,
         why="is asked for the number of ranks, to train without FSDP when there is one",
         upstream=f"{_UPSTREAM}/command_utils/train.py#L211",
@@ -74,7 +74,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.command_utils.eval:make_dataclass_and_log_config",
-        replacement="trainer.foundry_callbacks:read_evaluation",
+        replacement="trainer.config:read_evaluation",
         feature=_EVALUATION,
         why="refuses parallelism_config without asking the transform of any plugin",
         upstream=f"{_UPSTREAM}/utils/config_utils.py#L302",
@@ -83,7 +83,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.optim.adaptive_lion:dist",
-        replacement="trainer.foundry_callbacks:ReducedNorms",
+        replacement="trainer.groups:ReducedNorms",
         feature=_ADAPTIVE_LIONS,
         why="adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
         upstream=f"{_UPSTREAM}/optim/adaptive_lion.py#L1",
@@ -92,7 +92,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.optim.adaptive_lion:DecoupledAdaLRLion.pre_reduce_metrics",
-        replacement="trainer.foundry_callbacks:keep_learning_rates",
+        replacement="trainer.callbacks:keep_learning_rates",
         feature=_ADAPTIVE_LIONS,
         why="squares the learning rates it reports together with the norms",
         upstream=f"{_UPSTREAM}/optim/adaptive_lion.py#L232",
@@ -100,7 +100,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.optim.lion:dist",
-        replacement="trainer.foundry_callbacks:ReducedNorms",
+        replacement="trainer.groups:ReducedNorms",
         feature=_LION,
         why="adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
         upstream=f"{_UPSTREAM}/optim/lion.py#L1",
@@ -109,7 +109,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.callbacks.resumption_callbacks:LayerFreezing.fit_start",
-        replacement="trainer.foundry_callbacks:freeze_layers",
+        replacement="trainer.callbacks:freeze_layers",
         feature=_FREEZING,
         why="does not find a parameter by its plain name under activation checkpointing",
         upstream=f"{_UPSTREAM}/callbacks/resumption_callbacks.py#L74",
@@ -117,7 +117,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.{_MONOLITH_SAVER}._save_checkpoint",
-        replacement="trainer.foundry_callbacks:save_monolith",
+        replacement="trainer.save:save_monolith",
         feature=_MONOLITH,
         why="gathers whole weights with functions that know FSDP1 alone",
         upstream=f"{_UPSTREAM}/callbacks/monolithic_ckpt_callback.py#L76",
