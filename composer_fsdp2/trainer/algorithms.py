@@ -284,8 +284,8 @@ def _fill(
     for name, tensor in own.items():
         value, form = named.get(plain_name(name)), (forms or {}).get(name)
         shape = tensor.shape
+        is_held = isinstance(form, Held)
         if form is not None:
-            is_held = isinstance(form, Held)
             shape = form.whole_shape(shape) if is_held else form.shape_in_model(shape)
         if value is None or value.shape != shape:
             raise CheckpointError(
@@ -293,8 +293,5 @@ def _fill(
                 f"{tuple(shape)}. The average would go on from another model's. Leave the "
                 "algorithms out with load_ignore_keys: [state/algorithms]."
             )
-        if isinstance(form, Held):
-            value = form.from_usual(value, tensor)
-        else:
-            value = to_ranks_order(value, form, tensor)
+        value = form.from_usual(value, tensor) if is_held else to_ranks_order(value, form, tensor)
         tensor.copy_(value if isinstance(value, DTensor) else shard_like(value, tensor))

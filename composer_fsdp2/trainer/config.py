@@ -26,7 +26,6 @@ from composer_fsdp2.plan.mesh_shape import MeshShape
 __all__ = [
     "TRANSFORM",
     "TrainerFSDP2Config",
-    "asks_for_fsdp2",
     "concerns_fsdp2",
     "parse_parallelism_config",
     "read_evaluation",
@@ -208,15 +207,6 @@ def read_evaluation(
     """Replaces `make_dataclass_and_log_config` of LLM Foundry's evaluation script."""
     transforms = [TRANSFORM, *(transforms or ())]
     return original(cfg, dataclass_constructor, dataclass_fields, transforms, icl_tasks_required)
-
-
-def asks_for_fsdp2(config: ParallelismConfig | Mapping[str, Any] | None) -> bool:
-    """Whether the Trainer's `parallelism_config`, right or wrong, is one of FSDP2."""
-    if config is None:
-        return False
-    if isinstance(config, ParallelismConfig):
-        return config.fsdp2 is not None or _means_fsdp2(config.fsdp)
-    return "fsdp2" in config or _means_fsdp2(config.get("fsdp"))
 
 
 def concerns_fsdp2(config: Any) -> bool:

@@ -249,11 +249,10 @@ def apply_to_model(
     """Changes the model and its optimizer as planned. Collective: yes."""
     if plan.settings.verbose and distributed.get_rank() == 0:
         show(f"FSDP2 plan:\n{plan.describe()}")
-    detached = None
-    if isinstance(plan.optimizer, MatrixOptimizer) and plan.groups is not None:
-        plan.optimizer.assign_groups(plan.groups)
-    if plan.optimizer is not None:
-        detached = detach_optimizer(plan.optimizer, plan.tree)
+    optimizer, settings = plan.optimizer, plan.settings
+    if isinstance(optimizer, MatrixOptimizer) and plan.groups is not None:
+        optimizer.assign_groups(plan.groups)
+    detached = None if optimizer is None else detach_optimizer(optimizer, plan.tree)
     # A plan with a tree would keep full parameters in memory until all units are sharded.
     tree, plan.tree = plan.tree, ModuleTree()
     mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
@@ -261,7 +260,7 @@ def apply_to_model(
     divisions: list[Divided] = [found for found in changed if found is not None]
     if any(planned.step.exchanges_modules for planned in plan.transformations):
         tree = ModuleTree.read(model)
-    offload = plan.settings.cpu_offload
+    offload = settings.cpu_offload
     units = apply_plan(
         model,
         plan.units,
@@ -281,15 +280,14 @@ def apply_to_model(
         gather_in_float8(model, units.values(), converted)
     _cast_buffers(tree, plan)
     tops = [units[u.modules[0]] for u in plan.units.units if u.top_level]
-    apply_communication(tops, units.values(), plan.settings.communication)
+    apply_communication(tops, units.values(), settings.communication)
     if detached is not None:
         reattach_optimizer(detached)
         for division in divisions:
             division.connect_optimizer(detached.optimizer)
     run = start_run(tree, plan, units, divisions)
     count_flops_once(model, run.batch_group)
-    kept = plan.settings.optimizer_state
-    apply_local_step(plan.optimizer, plan.settings.local_step, run.device, kept)
+    apply_local_step(optimizer, settings.local_step, run.device, settings.optimizer_state)
     return run
 
 

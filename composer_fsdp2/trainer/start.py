@@ -31,7 +31,7 @@ from composer_fsdp2.optim.lion_state import save_lions_as_text
 from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
 from composer_fsdp2.torch_private.tensors import is_compiled
 from composer_fsdp2.trainer.algorithms import move_averages
-from composer_fsdp2.trainer.config import asks_for_fsdp2, concerns_fsdp2
+from composer_fsdp2.trainer.config import concerns_fsdp2, parse_parallelism_config
 from composer_fsdp2.trainer.extensions import check_extensions, items_of
 from composer_fsdp2.trainer.load import load_checkpoint
 from composer_fsdp2.trainer.load_steps import set_node_rank
@@ -79,7 +79,9 @@ def init(original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: 
     warn_of_shared_store()
     with override_attribute(trainer, ARGUMENTS, dict(asked)):
         auto = asked["device_train_microbatch_size"] == "auto"
-        auto = auto and asks_for_fsdp2(asked["parallelism_config"])
+        if auto:
+            parsed = parse_parallelism_config(asked["parallelism_config"])
+            auto = parsed is not None and parsed.fsdp2 is not None
         if auto:
             if asked["profiler"] is not None:
                 raise ConfigError(

@@ -19,7 +19,6 @@ from composer_fsdp2.config.wrapping import PrecisionSpec, Selector, UnitSettings
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import (
     TrainerFSDP2Config,
-    asks_for_fsdp2,
     parse_parallelism_config,
     resolve_settings,
 )
@@ -166,7 +165,6 @@ def test_nothing_is_nothing():
 
 @pytest.mark.parametrize("written", [{"fsdp2": None}, {"fsdp": None, "fsdp2": None, "tp": None}])
 def test_an_empty_block_is_fsdp2_with_default_settings(written):
-    assert asks_for_fsdp2(written)
     assert parse_parallelism_config(written) == parse_parallelism_config({"fsdp2": {}})
 
 
