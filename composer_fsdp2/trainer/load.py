@@ -47,8 +47,7 @@ from composer_fsdp2.trainer.load_steps import (
     StateDict,
     drop_keys,
     fetched,
-    left_out_notes,
-    lossy_notes,
+    notes_of,
     remove_keys,
     run_on_all_ranks,
     set_rates_by_schedules,
@@ -183,7 +182,7 @@ class _Load:
         globs += tuple(f"state/optimizers/*/state/{name}" for name in _frozen_names(self.state))
         left_out = check_fit(self.saved, flat, strict=self.strict, ignored=globs)
         self.strict = self.strict and not left_out
-        self.notes = [*lossy_notes(self.saved, flat), *left_out_notes(self.saved, left_out)]
+        self.notes = [*notes_of(self.saved, flat, left_out)]
         self.notes += [self.carried.note] if self.carried else []
         return left_out
 

@@ -23,17 +23,14 @@ from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import Checkpoint, flatten
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.step.run import Run
 from composer_fsdp2.text import listed
 
 __all__ = [
     "Ignore",
     "StateDict",
-    "check_trains_own_weights",
     "drop_keys",
     "fetched",
-    "left_out_notes",
-    "lossy_notes",
+    "notes_of",
     "remove_keys",
     "run_on_all_ranks",
     "set_node_rank",
@@ -99,8 +96,13 @@ def _remove(holder: Any, way: Sequence[str | int]) -> None:
         del holder[first]
 
 
-def lossy_notes(saved: Checkpoint, flat: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence about tensors that the run keeps in a lower precision."""
+def notes_of(
+    saved: Checkpoint, flat: Mapping[str, Any], left_out: Iterable[str]
+) -> Iterator[str]:
+    """Yields sentences about tensors that the run keeps in a lower precision, and left out values.
+
+    Left out is what the run and the checkpoint do not both have.
+    """
     keys = [
         key
         for key, value in flat.items()
@@ -113,10 +115,6 @@ def lossy_notes(saved: Checkpoint, flat: Mapping[str, Any]) -> Iterator[str]:
             f"{len(keys)} tensors of '{saved.path}' lose precision: '{keys[0]}' is stored in "
             f"{stored} and the run keeps it in {kept}."
         )
-
-
-def left_out_notes(saved: Checkpoint, left_out: Iterable[str]) -> Iterator[str]:
-    """Yields a sentence about values that the run and the checkpoint do not both have."""
     described = ("state.metadata.", "state.integrations.")  # nobody reads them back
     told = [key for key in left_out if not key.startswith(described)]
     if told:
@@ -204,26 +202,3 @@ def fetched(
             yield Path(reader.path), reader
         finally:
             dist.barrier()  # the folder is shared by the ranks of a node
-
-
-# --- Averages of EMA as the model; see [Note: EMA in checkpoints]. ---
-
-
-def check_trains_own_weights(run: Run) -> None:
-    """Refuses the optimizer's state beside weights it is not of.
-
-    Collective: no. All ranks loaded the same.
-
-    Raises:
-        CheckpointError: with what to do instead.
-    """
-    if (path := run.averages_from) is not None:
-        raise CheckpointError(
-            f"'{path}' was saved with the algorithm EMA: its model is the averages, and its "
-            "optimizer has the state of the trained weights beside them. Training would go on from "
-            "the averages with the state of other weights. Add EMA to the Trainer's algorithms "
-            "(and leave state/algorithms out of load_ignore_keys); or start anew from the averages "
-            "with load_weights_only: true; or take the trained weights, which the checkpoint "
-            "holds: "
-            f"`composer-fsdp2 checkpoint convert {path} NEW.pt --to full --weights trained`."
-        )

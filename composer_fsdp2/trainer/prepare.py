@@ -337,13 +337,11 @@ def start_run(
 
 def _cast_buffers(tree: ModuleTree, plan: PreparePlan) -> None:
     """Gives every buffer the dtype that its unit, else the run asks for. Collective: no."""
-    asked = {plan.settings.mixed_precision, *(u.mixed_precision for u in plan.units.units)}
-    if not any(isinstance(one, PrecisionSpec) and one.buffer_dtype for one in asked):
-        return
-    unit_of = {name: unit for unit in plan.units.units for name in unit.modules}
-    for path, module in tree.modules():
-        parts = path.split(".") if path else []
-        above = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
-        unit = next((unit_of[name] for name in above if name in unit_of), None)
-        own = unit.mixed_precision if unit is not None else None
-        cast_buffers(module, own or plan.settings.mixed_precision)
+    run = plan.settings.mixed_precision
+    units = plan.units.units
+    of_unit = {name: unit.mixed_precision or run for unit in units for name in unit.modules}
+    found: dict[str, str | PrecisionSpec] = {}
+    for path, module in tree.modules():  # parents come before children
+        around = found.get(path.rpartition(".")[0], run)
+        found[path] = of_unit.get(path, around)
+        cast_buffers(module, found[path])

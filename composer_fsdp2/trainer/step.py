@@ -34,7 +34,7 @@ from composer.devices import DeviceCPU
 from composer.trainer import trainer as composers
 from composer.utils import dist
 
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.guards.explain import explained, explained_reading
 from composer_fsdp2.guards.order_check import OrderCheck, add_rank_report
 from composer_fsdp2.guards.out_of_memory import OOMGuard, is_out_of_memory
@@ -45,7 +45,6 @@ from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.torch_private.tensors import tree_leaves
 from composer_fsdp2.trainer.groups import counting_groups, refuse_auto
-from composer_fsdp2.trainer.load_steps import check_trains_own_weights
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
 if TYPE_CHECKING:
@@ -386,7 +385,17 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
     if run.batch_group is not None:
         run.batch_group.begin()
     with explained_reading(), _leaving_together(run, state.auto_microbatching):
-        check_trains_own_weights(run)
+        # See [Note: EMA in checkpoints]; all ranks have loaded the same.
+        if (path := run.averages_from) is not None:
+            raise CheckpointError(
+                f"'{path}' was saved with the algorithm EMA: its model is the averages, and its "
+                "optimizer has the state of the trained weights beside them. Training would go on "
+                "from the averages with the state of other weights. Add EMA to the Trainer's "
+                "algorithms (and leave state/algorithms out of load_ignore_keys); or start anew "
+                "from the averages with load_weights_only: true; or take the trained weights, "
+                f"which the checkpoint holds: `composer-fsdp2 checkpoint convert {path} NEW.pt "
+                "--to full --weights trained`."
+            )
         # An epoch is equally long for all: schedules and intervals count in its batches.
         length = _UNKNOWN if state.dataloader_len is None else int(state.dataloader_len)
         least, most = agreement_of(run.device).min_max(length)

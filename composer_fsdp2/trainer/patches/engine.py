@@ -353,8 +353,7 @@ class PatchState:
 
 def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:
     """Returns the state of every row whose package there is. It changes nothing but imports."""
-    here = {name: importlib.util.find_spec(name) for name in {row.package for row in rows}}
-    present = [row for row in rows if here[row.package] is not None]
+    present = [row for row in rows if importlib.util.find_spec(row.package) is not None]
     off, problems = dict(_off), dict[str, str | None]()
     for row in present:
         if row.target not in _originals or row.feature in _off:
