@@ -36,13 +36,13 @@ from composer_fsdp2.text import plain_name
 from composer_fsdp2.torch_private.tensors import tree_leaves, tree_map_only
 
 __all__ = [
+    "apply_fsdp",
     "ascent_norm",
     "average_weights",
     "clip_adaptively",
     "clip_gradients",
     "freeze_layers",
     "load_ema",
-    "move_averages",
     "save_ema",
     "spread_averages",
     "start_averages",
@@ -232,9 +232,13 @@ def average_weights(
 # --- Averages from one run to another ---
 
 
-def move_averages(state: State) -> None:
-    """Lets averages that were made of the whole model start again from its shards."""
-    for algorithm in state.algorithms:
+def apply_fsdp(original: Callable[[State], None], state: State) -> None:
+    """Replaces `State._apply_fsdp`: averages of the whole model start again from its shards.
+
+    Collective: yes.
+    """
+    original(state)
+    for algorithm in state.algorithms if state.fsdp_config_version == 2 else ():
         if isinstance(algorithm, EMA) and algorithm.ema_model is not None:
             algorithm.ema_model = EMAParameters(state.model)
         elif isinstance(algorithm, SWA) and algorithm.swa_model is not None:

@@ -5,6 +5,7 @@ One table; the refusal, the tests and docs/reference/callbacks.md come from it.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,9 @@ from composer import algorithms, callbacks
 from composer.core import Event, State
 from composer.utils import ensure_tuple
 
+from composer_fsdp2.checkpoint.algorithms import descriptions, executes, is_plain_call
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.shard.apply import is_sharded
-from composer_fsdp2.trainer.safe_reading import is_required, vet_evaluated_algorithms
 
 __all__ = [
     "ALGORITHMS",
@@ -183,6 +184,12 @@ def check_extensions(items: Iterable[Any]) -> None:
                 )
 
 
+def _is_required(name: str) -> bool:
+    """Whether Composer adds an algorithm of this name when a checkpoint was trained with it."""
+    known = getattr(algorithms, name, None)
+    return known is not None and known.required_on_load()
+
+
 def apply_required_algorithms(
     original: Callable[..., None],
     state: State,
@@ -200,12 +207,19 @@ def apply_required_algorithms(
             of a sharded model.
     """
     excluded = tuple(exclude_algorithms or ())
-    vet_evaluated_algorithms(state_dict, excluded)
+    for name, text in descriptions(state_dict):
+        # Composer evaluates these and no others. What Python cannot parse it cannot execute, and
+        # Composer warns of it.
+        evaluated = name not in excluded and _is_required(name)
+        if evaluated and not is_plain_call(name, text) and _can_be_parsed(f"algorithms.{text}"):
+            raise executes(name, text)
     present = {type(algorithm).__qualname__ for algorithm in state.algorithms}
     saved = state_dict.get("algorithms")
     names = [name for name, _ in saved] if isinstance(saved, list) else []
     missing = [
-        name for name in names if name not in present and name not in excluded and is_required(name)
+        name
+        for name in names
+        if name not in present and name not in excluded and _is_required(name)
     ]
     if missing and is_sharded(state.model):
         listed = ", ".join(missing)
@@ -215,3 +229,13 @@ def apply_required_algorithms(
             f"leave it out with load_exclude_algorithms: [{listed}]."
         )
     original(state, state_dict, logger, exclude_algorithms, algorithm_passes)
+
+
+def _can_be_parsed(text: str) -> bool:
+    try:
+        ast.parse(text, mode="eval")
+    except (RecursionError, MemoryError):
+        pass  # Composer's own attempt may get further
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -73,8 +73,10 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         shown = not any(isinstance(param, DTensor) for param in model.parameters())
         return save() if shown else None
     _await_everyone()
-    main = given.arguments["is_main_process"]
-    mains = [facts["~main"] for facts in raise_on_all_ranks({"~main": main})]
+    mains = [
+        facts["~main"]
+        for facts in raise_on_all_ranks({"~main": given.arguments["is_main_process"]})
+    ]
     writer = mains.index(True) if any(mains) else 0
     error, first = None, writer == 0
     # `rank0_only` means global rank 0. For another writer, every rank gets full parameters.

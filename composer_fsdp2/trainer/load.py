@@ -24,7 +24,7 @@ from composer.utils.misc import partial_format
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages
+from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages, vet_algorithms
 from composer_fsdp2.checkpoint.load import MuonFromAdamW, check_fit, check_groups, load_sharded
 from composer_fsdp2.checkpoint.source import (
     Checkpoint,
@@ -54,7 +54,6 @@ from composer_fsdp2.trainer.load_steps import (
     warn_on_rank_0,
 )
 from composer_fsdp2.trainer.override_attribute import override_attribute
-from composer_fsdp2.trainer.safe_reading import vet_algorithms
 
 __all__ = ["load_checkpoint"]
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import tarfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer import algorithms
 from composer.utils import checkpoint as composers
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from composer_fsdp2.checkpoint.algorithms import (
-    descriptions,
-    executes,
-    is_plain_call,
-    vet_algorithms,
-)
 from composer_fsdp2.checkpoint.load import read_items
 from composer_fsdp2.checkpoint.metadata import METADATA, check_places
 from composer_fsdp2.checkpoint.pickles import load_object, load_plainly, trusts, vet_pickle
@@ -29,13 +21,10 @@ from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [
     "download_checkpoint",
-    "is_required",
     "load_resumption",
     "read_file",
     "read_folder_data",
     "read_folder_metadata",
-    "vet_algorithms",
-    "vet_evaluated_algorithms",
 ]
 
 _CHECKPOINT = "checkpoint"
@@ -58,36 +47,6 @@ def download_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any)
             f"The archive has a member that does not belong into a checkpoint: {error}. Unpacking "
             "it could overwrite any file. Do not use this archive."
         ) from None
-
-
-def is_required(name: str) -> bool:
-    """Whether Composer adds an algorithm of this name when a checkpoint was trained with it."""
-    known = getattr(algorithms, name, None)
-    return known is not None and known.required_on_load()
-
-
-def vet_evaluated_algorithms(state_dict: Mapping[str, Any], excluded: Collection[str]) -> None:
-    """Refuses descriptions that Composer is about to evaluate, and no others.
-
-    What Python cannot parse it cannot execute; Composer warns of it.
-
-    Raises:
-        CheckpointError: evaluating one could execute code.
-    """
-    for name, text in descriptions(state_dict):
-        evaluated = name not in excluded and is_required(name)
-        if evaluated and not is_plain_call(name, text) and _can_be_parsed(f"algorithms.{text}"):
-            raise executes(name, text)
-
-
-def _can_be_parsed(text: str) -> bool:
-    try:
-        ast.parse(text, mode="eval")
-    except (RecursionError, MemoryError):
-        pass  # Composer's own attempt may get further
-    except (SyntaxError, ValueError):
-        return False
-    return True
 
 
 def load_resumption(original: Callable[..., Any], state: Any, load_path: str) -> Any:

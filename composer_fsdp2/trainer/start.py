@@ -30,7 +30,6 @@ from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.optim.lion_state import save_lions_as_text
 from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
 from composer_fsdp2.torch_private.tensors import is_compiled
-from composer_fsdp2.trainer.algorithms import move_averages
 from composer_fsdp2.trainer.config import concerns_fsdp2, parse_parallelism_config
 from composer_fsdp2.trainer.extensions import check_extensions, items_of
 from composer_fsdp2.trainer.load import load_checkpoint
@@ -41,7 +40,6 @@ from composer_fsdp2.trainer.save import check_saved_adapters, note_start
 
 __all__ = [
     "ARGUMENTS",
-    "apply_fsdp",
     "check_arguments",
     "init",
     "load_any_checkpoint",
@@ -166,13 +164,6 @@ def wrap_model(
             error = CheckpointError(f"'{folder}' cannot be searched for checkpoints: {failed}")
     raise_on_all_ranks({}, error)
     _candidates[state] = link, of_rank0(found)
-
-
-def apply_fsdp(original: Callable[[State], None], state: State) -> None:
-    """Replaces `State._apply_fsdp`. Collective: yes."""
-    original(state)
-    if state.fsdp_config_version == 2:
-        move_averages(state)
 
 
 # --- Autoresume takes the newest checkpoint that is good, not the one a link points to. ---

@@ -350,17 +350,16 @@ def _lower_size_that_thrashes(trainer: Any) -> None:
     trainer.num_consecutive_thrashes = composers._update_num_consecutive_thrashes(
         state, trainer.num_consecutive_thrashes, trainer.cumulative_alloc_retries
     )
-    if trainer.num_consecutive_thrashes < _THRASHES:
-        return
-    trainer.num_consecutive_thrashes = 0
-    if size > 1:
-        state.device_train_microbatch_size = size // 2
-        warnings.warn(
-            "CUDA out of memory or excessive memory allocation retries detected. Train microbatch "
-            f"size will be decreased from {size} -> {size // 2} in the next batch.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    if trainer.num_consecutive_thrashes >= _THRASHES:
+        trainer.num_consecutive_thrashes = 0
+        if size > 1:
+            state.device_train_microbatch_size = size // 2
+            warnings.warn(
+                "CUDA out of memory or excessive memory allocation retries detected. Train "
+                f"microbatch size will be decreased from {size} -> {size // 2} in the next batch.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 # --- Training. ---

@@ -137,7 +137,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.core.state:State._apply_fsdp",
-        replacement="trainer.start:apply_fsdp",
+        replacement="trainer.algorithms:apply_fsdp",
         feature=CORE,
         why="leaves averages of weights with whole tensors when the model is sharded",
         upstream=f"{_UPSTREAM}/core/state.py#L1338",

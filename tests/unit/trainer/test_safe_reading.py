@@ -10,7 +10,7 @@ import pytest
 from tests.support.data_folder import ROOT
 
 ALGORITHM = """
-from composer_fsdp2.trainer.safe_reading import vet_algorithms
+from composer_fsdp2.checkpoint.algorithms import vet_algorithms
 vet_algorithms({"algorithms": [("EMA", {"repr": TEXT})]})
 """
 CHECKSUMS = """
