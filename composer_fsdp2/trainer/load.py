@@ -289,7 +289,11 @@ class _ShardedLoad(_Load):
             # These are the tensors the run computes with; half a load must not reach them.
             wanted = Staging().copy(wanted)
         load_sharded(wanted, reader, None if config is None else config.load_planner)
-        self.averages = _model_is_average(saved, reader)
+        # Whether the model is averages; see [Note: EMA in checkpoints].
+        active: dict[Any, Any] = {way[0]: {ACTIVE: None} for way in ways if way[1:] == (ACTIVE,)}
+        if active:
+            load_sharded({"state": {"algorithms": active}}, reader)
+        self.averages = holds_averages(active)
         state = wanted["state"]
         _rename_scaler(state, self.scaler)
         if self.carried:
@@ -329,15 +333,6 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[s
     found = {"state": {"optimizers": {name: {"param_groups": groups}}}}
     load_sharded(found, reader)
     return [group["params"] for group in found["state"]["optimizers"][name]["param_groups"]]
-
-
-def _model_is_average(saved: FolderCheckpoint, reader: Any) -> bool:
-    """Reads whether the model is averages; see [Note: EMA in checkpoints]. Collective: yes."""
-    ways = saved.under("state", "algorithms").values()
-    found: dict[Any, Any] = {way[0]: {ACTIVE: None} for way in ways if way[1:] == (ACTIVE,)}
-    if found:
-        load_sharded({"state": {"algorithms": found}}, reader)
-    return holds_averages(found)
 
 
 class _FullLoad(_Load):
