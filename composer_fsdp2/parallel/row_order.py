@@ -33,10 +33,13 @@ __all__ = [
     "group_dividing",
     "order_of",
     "part_of",
+    "rows_of",
     "set_order",
     "shape_in_model",
+    "show_usual_form",
     "show_usual_order",
-    "show_usual_state",
+    "show_usual_order_of_states",
+    "show_usual_states",
     "to_model_order",
     "to_ranks_order",
     "whole_to_part",
@@ -45,6 +48,9 @@ __all__ = [
 
 _ORDER = "_fsdp2_row_order"
 """attribute of a parameter, for `order_of`"""
+
+States = Mapping[int, Mapping[Any, Any]]
+"""what an optimizer has of each parameter, by their numbers in its state dict"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +133,27 @@ def cut_in_order(placements: Sequence[Placement]) -> list[int]:
     return sorted(range(len(placements)), key=lambda axis: _is_strided(placements[axis]))
 
 
+def rows_of(count: int, ranks: int, rank: int) -> range:
+    """The rows of a rank. One past the end has none, as `torch.chunk` and FSDP2 have it.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_common.py#L121
+    """
+    step = -(-count // ranks)
+    return range(min(rank * step, count), min((rank + 1) * step, count))
+
+
 def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """This rank's part of a whole tensor, as a copy. Collective: no.
 
     FSDP2 divides what a rank of a tensor group holds, which its placement says.
     """
     part = whole.detach()
-    # A rank past the end has an empty part, as `torch.chunk` and FSDP2 have it:
-    # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_common.py#L121
     for axis in cut_in_order(placements):
         dim: int | None = getattr(placements[axis], "dim", None)
         if dim is None:
             continue
-        count, rank = mesh.size(axis), mesh.get_local_rank(axis)
-        step = -(-part.shape[dim] // count)
-        start = min(rank * step, part.shape[dim])
-        part = part.narrow(dim, start, min(step, part.shape[dim] - start))
+        rows = rows_of(part.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+        part = part.narrow(dim, rows.start, len(rows))
     # The shape is given because torch would take all parts to be as large as this one. Its check
     # would be a collective, and ranks have cut the same tensor.
     return DTensor.from_local(
@@ -203,6 +214,55 @@ def to_ranks_order(value: Any, order: RowOrder | None, like: torch.Tensor | None
     return part_of(whole, same.device_mesh, same.placements).to(value.device)
 
 
+# --- State dicts ---
+
+
+def show_usual_form(
+    module: nn.Module, show: Callable[..., None], load: Callable[..., None]
+) -> None:
+    """Has state dicts of a module show what others know, in the place of what ranks hold.
+
+    Collective: no, but each state dict is from then on, as the functions are.
+
+    Args:
+        module: of the model.
+        show: changes a state dict that is made, as a hook of torch does.
+        load: changes one that is about to be loaded.
+    """
+    module.register_state_dict_post_hook(show)
+    module.register_load_state_dict_pre_hook(load)
+
+
+def show_usual_states(
+    optimizer: torch.optim.Optimizer,
+    show: Callable[[Mapping[int, Any], States], States],
+    load: Callable[[Mapping[int, Any], States], States],
+) -> None:
+    """Does for an optimizer what `show_usual_form` does for a module.
+
+    Collective: no, but each state dict is from then on, as the functions are.
+
+    Args:
+        optimizer: whose parameters are sharded.
+        show: returns the state that a state dict shows, given parameters by their numbers in it,
+            and what each rank holds.
+        load: returns what each rank loads, given the same of a state dict.
+    """
+    optimizer.register_state_dict_post_hook(functools.partial(_with_states, show))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_with_states, load))
+
+
+def _with_states(
+    change: Callable[[Mapping[int, Any], States], States],
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+) -> dict[str, Any]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    states = change(dict(zip(numbers, params, strict=True)), saved["state"])
+    return {**saved, "state": states}
+
+
 def show_usual_order(module: nn.Module) -> None:
     """Has state dicts of a module show the order of the model; see [Note: order of rows].
 
@@ -213,8 +273,11 @@ def show_usual_order(module: nn.Module) -> None:
     if orders:
         # The orders are kept for the hooks: a gathered parameter is another object in the place of
         # the one that has the attribute.
-        module.register_state_dict_post_hook(functools.partial(_change, to_model_order, orders))
-        module.register_load_state_dict_pre_hook(functools.partial(_change, to_ranks_order, orders))
+        show_usual_form(
+            module,
+            functools.partial(_change, to_model_order, orders),
+            functools.partial(_change, to_ranks_order, orders),
+        )
 
 
 def _change(
@@ -233,28 +296,25 @@ def _change(
             state[prefix + name] = change(value, order, own)
 
 
-def show_usual_state(optimizer: torch.optim.Optimizer) -> None:
+def show_usual_order_of_states(optimizer: torch.optim.Optimizer) -> None:
     """Has state dicts of an optimizer show the order of the model; see [Note: order of rows].
 
     Collective: no, but each state dict is from then on, over the ranks of the parameters.
     """
     if any(order_of(p) for group in optimizer.param_groups for p in group["params"]):
-        to_model = functools.partial(_with_state, to_model=True)
-        optimizer.register_state_dict_post_hook(to_model)
-        to_ranks = functools.partial(_with_state, to_model=False)
-        optimizer.register_load_state_dict_pre_hook(to_ranks)
+        show_usual_states(
+            optimizer,
+            functools.partial(_in_order, to_model=True),
+            functools.partial(_in_order, to_model=False),
+        )
 
 
-def _with_state(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], *, to_model: bool
-) -> dict[str, Any]:
-    """A state dict whose entries for fused parameters are in the other order."""
+def _in_order(params: Mapping[int, Any], states: States, *, to_model: bool) -> States:
+    """Returns states whose tensors for fused parameters are in the other order."""
     change = to_model_order if to_model else to_ranks_order
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    changed = dict(state["state"])
-    for number, param in zip(numbers, params, strict=True):
-        if (order := order_of(param)) is None or number not in changed:
+    changed = dict(states)
+    for number, param in params.items():
+        if (order := order_of(param)) is None or number not in states:
             continue
         # Other tensors of a state are no rows: a step, or a moment that is factored.
         before = param.shape if to_model else order.shape_in_model(param.shape)
@@ -262,6 +322,6 @@ def _with_state(
             key: change(value, order, param)
             if isinstance(value, torch.Tensor) and value.shape == before
             else value
-            for key, value in changed[number].items()
+            for key, value in states[number].items()
         }
-    return {**state, "state": changed}
+    return changed

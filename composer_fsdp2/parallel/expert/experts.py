@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from composer_fsdp2.parallel.expert.exchange import Routing, exchange
 from composer_fsdp2.parallel.expert.views import show_all_experts
 from composer_fsdp2.parallel.held import Held, HeldLayer, Holders
+from composer_fsdp2.parallel.row_order import rows_of
 from composer_fsdp2.torch_private.units import backward_number
 
 __all__ = ["ExpertLayer", "Experts"]
@@ -59,16 +60,22 @@ class ExpertLayer(HeldLayer):
             dtype: in which the sum is taken.
         """
         group, tensor = self.mesh.group, self.mesh.tensor
+        sent = range(len(tokens))
         if tensor is not None:
             # Each rank sends a part of the tokens, and has a part of their gradients.
+            sent = rows_of(len(tokens), tensor.size(), tensor.get_local_rank())
             tokens, weights = (
                 DTensor.from_local(one, tensor, [Replicate()], run_check=False).to_local(
                     grad_placements=[Partial()]
                 )
                 for one in (tokens, weights)
             )
-        routing = Routing.agree(chosen, self.count, group, self._own_tokens(len(tokens)))
-        self._remember(routing)
+        routing = Routing.agree(chosen, self.count, group, slice(sent.start, sent.stop))
+        if torch.is_grad_enabled() and backward_number() < 0:
+            self._load = self._load + routing.counts
+            # Known as long as the graph of this forward lives, which holds it.
+            self._routings = [ref for ref in self._routings if ref() is not None]
+            self._routings.append(weakref.ref(routing))
         token = routing.order // chosen.shape[1]
         rows = tokens.index_select(0, token)
         if torch.is_grad_enabled() and not rows.requires_grad and self.is_trained():
@@ -104,22 +111,6 @@ class ExpertLayer(HeldLayer):
         load, self._load = empty + self._load, 0
         return load
 
-    def _own_tokens(self, count: int) -> slice:
-        """Returns which of its tokens this rank sends; ranks with the same ones send the rest."""
-        tensor = self.mesh.tensor
-        if tensor is None:
-            return slice(0, count)
-        step = -(-count // tensor.size())
-        start = min(step * tensor.get_local_rank(), count)
-        return slice(start, min(start + step, count))
-
-    def _remember(self, routing: Routing) -> None:
-        """Keeps the routing as long as the graph of this forward lives, which holds it."""
-        if torch.is_grad_enabled() and backward_number() < 0:
-            self._load = self._load + routing.counts
-            self._routings = [ref for ref in self._routings if ref() is not None]
-            self._routings.append(weakref.ref(routing))
-
 
 class Experts(ExpertLayer, nn.Module):
     """Takes the place of a list of experts, all of them until `keep_own` is called.
@@ -154,9 +145,22 @@ class Experts(ExpertLayer, nn.Module):
     def keep_own(self) -> set[nn.Parameter]:
         """Frees the experts of other ranks; see [Note: held elsewhere]."""
         others = [expert for expert in self.children() if expert not in self._own]
-        for expert in others:
-            _put_elsewhere(expert, self.mesh)
-        return {param for expert in others for param in expert.parameters()}
+        parts = [part for expert in others for part in expert.modules()]
+        taken: set[nn.Parameter] = set()
+        for part in parts:
+            for name, param in part._parameters.items():
+                if param is not None:
+                    empty = DTensor.from_local(
+                        torch.empty(0, dtype=param.dtype, device=self.mesh.elsewhere.device_type),
+                        self.mesh.elsewhere,
+                        [Shard(0)],
+                        run_check=False,
+                        shape=param.shape,
+                        stride=param.stride(),
+                    )
+                    part._parameters[name] = new = nn.Parameter(empty, param.requires_grad)
+                    taken.add(new)
+        return taken
 
     def made_of(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Calls the unit, which gathers the experts of this rank."""
@@ -179,20 +183,3 @@ class Experts(ExpertLayer, nn.Module):
     def is_trained(self) -> bool:
         """Whether an expert of this rank is trained."""
         return any(param.requires_grad for expert in self._own for param in expert.parameters())
-
-
-def _put_elsewhere(module: nn.Module, mesh: Holders) -> None:
-    """Frees the parameters of an expert that other ranks hold. Collective: no."""
-    for part in module.modules():
-        for name, param in part._parameters.items():
-            if param is None:
-                continue
-            empty = DTensor.from_local(
-                torch.empty(0, dtype=param.dtype, device=mesh.elsewhere.device_type),
-                mesh.elsewhere,
-                [Shard(0)],
-                run_check=False,
-                shape=param.shape,
-                stride=param.stride(),
-            )
-            part._parameters[name] = nn.Parameter(empty, requires_grad=param.requires_grad)

@@ -90,22 +90,18 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
                 "experts than in one process. Leave that list out with `modules`, or leave "
                 "expert_parallel out for this model."
             )
-    lists = tuple(_measured(name, modules[name]) for name in found)
-    for held in lists:
-        if held.count % spec.degree:
+    lists: list[ExpertList] = []
+    for name in found:
+        elements = sum(param.numel() for param in modules[name].parameters())
+        count = stack_size(modules[name]) or len(list(modules[name].children()))
+        if count % spec.degree:
             raise ConfigError(
-                f"expert_parallel.degree is {spec.degree}, which does not divide the {held.count} "
-                f"experts of '{held.name}'. Every rank holds as many as the others. Use one of "
-                f"{_divisors(ranks, held.count, step=step)}."
+                f"expert_parallel.degree is {spec.degree}, which does not divide the {count} "
+                f"experts of '{name}'. Every rank holds as many as the others. Use one of "
+                f"{_divisors(ranks, count, step=step)}."
             )
-    return ExpertPlan(degree=spec.degree, lists=lists)
-
-
-def _measured(name: str, experts: nn.Module) -> ExpertList:
-    elements = sum(param.numel() for param in experts.parameters())
-    stacked = stack_size(experts)
-    count = len(list(experts.children())) if stacked is None else stacked
-    return ExpertList(name=name, count=count, elements=elements)
+        lists.append(ExpertList(name=name, count=count, elements=elements))
+    return ExpertPlan(degree=spec.degree, lists=tuple(lists))
 
 
 def _divisors(*numbers: int, step: int) -> str:
@@ -176,23 +172,32 @@ def with_expert_units(plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
         PlanError: a part of a list is a unit already, or tied to something outside.
     """
     changed: list[ShardUnit] = []
-    by_start = dict(zip(plan.inside, plan.lists, strict=True))
-    starts = plan.inside
     for unit in units.units:
-        inside = next((start for start in starts if unit.modules[0].startswith(start)), None)
-        if inside is not None:
-            raise PlanError(
-                f"'{unit.modules[0]}' lies in the experts '{inside[:-1]}' and was chosen as a unit "
-                f"({unit.reason}). The experts of a rank are gathered together, for an expert may "
-                "get no token. Choose the block around them."
-            )
-        outside, taken = tuple(n for n in unit.params if not n.startswith(starts)), 0
-        for start in starts if len(outside) < len(unit.params) else ():
-            own = tuple(name for name in unit.params if name.startswith(start))
+        rest = unit
+        for held, start in zip(plan.lists, plan.inside, strict=True):
+            if unit.modules[0].startswith(start):
+                raise PlanError(
+                    f"'{unit.modules[0]}' lies in the experts '{held.name}' and was chosen as a "
+                    f"unit ({unit.reason}). The experts of a rank are gathered together, for an "
+                    "expert may get no token. Choose the block around them."
+                )
+            own = tuple(name for name in rest.params if name.startswith(start))
             if own:
-                changed.append(_unit_of_experts(by_start[start], plan.degree, own, unit))
-                taken += by_start[start].elements
-        changed.append(replace(unit, params=outside, numel=unit.numel - taken))
+                of_experts = ShardUnit(
+                    modules=(held.name,),
+                    params=own,
+                    numel=held.elements,
+                    # As the block around them is freed, unless that is the whole model.
+                    reshard_after_forward=unit.reshard_after_forward or unit.top_level,
+                    reason=REASON,
+                    holders=plan.degree,
+                    mixed_precision=unit.mixed_precision,
+                    is_block=False,
+                )
+                changed.append(of_experts)
+                outside = tuple(name for name in rest.params if not name.startswith(start))
+                rest = replace(rest, params=outside, numel=rest.numel - held.elements)
+        changed.append(rest)
     made = {unit.modules[0] for unit in changed if unit.reason == REASON}
     for names in units.tied:
         if any(name.startswith(f"{unit}.") for name in names for unit in made):
@@ -202,19 +207,3 @@ def with_expert_units(plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
                 "be untied. Leave expert_parallel out for this model."
             )
     return replace(units, units=tuple(changed))
-
-
-def _unit_of_experts(
-    held: ExpertList, degree: int, params: tuple[str, ...], around: ShardUnit
-) -> ShardUnit:
-    """Freed after forward as the block around it is, unless that is the whole model."""
-    return ShardUnit(
-        modules=(held.name,),
-        params=params,
-        numel=held.elements,
-        reshard_after_forward=around.reshard_after_forward or around.top_level,
-        reason=REASON,
-        holders=degree,
-        mixed_precision=around.mixed_precision,
-        is_block=False,
-    )

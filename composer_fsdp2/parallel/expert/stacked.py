@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.fingerprint import fingerprint
 from composer_fsdp2.parallel.expert.experts import ExpertLayer
+from composer_fsdp2.parallel.expert.routers import code_of
 from composer_fsdp2.parallel.expert.views import show_all_experts
 from composer_fsdp2.parallel.held import LAYER, Held, Holders
 
@@ -59,15 +59,8 @@ def stack_size(experts: Any) -> int | None:
 def _is_of_foundry(experts: Any) -> bool:
     if type(experts).__module__ != "llmfoundry.models.layers.dmoe":
         return False
-    found = {type(part).__name__: _forward_code(part) for part in experts.modules()}
+    found = {type(part).__name__: code_of(type(part).forward) for part in experts.modules()}
     return found.items() <= _FOUNDRY.items() and "DroplessMLP" in found
-
-
-def _forward_code(module: nn.Module) -> str:
-    try:
-        return fingerprint(type(module).forward)
-    except (OSError, TypeError):
-        return ""
 
 
 class StackedExperts(ExpertLayer):

@@ -75,19 +75,23 @@ class ExpertParallel(Division["ExpertPlan"]):
                 "weights. Use AdamW, Lion, SGD or another optimizer that steps element by element, "
                 "or composer_fsdp2.Muon."
             )
-        _refuse_quantised(facts.tree, plan)
-        return plan
-
-    def check(self, plan: ExpertPlan, facts: ModelFacts) -> None:
-        """Refuses groups of ranks that keep gathered weights: experts lie on other ranks."""
-        sizes = [facts.settings.reshard_after_forward]
-        sizes += [unit.reshard_after_forward for unit in facts.units.units]
-        if any(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+        for ref in facts.tree.params:
+            whole = ref.param.is_floating_point() and is_plain(ref.param.data)
+            if ref.name.startswith(plan.inside) and not whole:
+                raise PlanError(
+                    f"'{ref.name}' is quantised or divided already, and belongs to an expert. It "
+                    "has not been tried to send tokens to such experts. Leave expert_parallel out, "
+                    "or load the weights in bf16 or fp32."
+                )
+        # Groups of ranks that keep gathered weights; experts lie on other ranks.
+        sizes = [unit.reshard_after_forward for unit in facts.units.units]
+        if any(type(size) is int for size in (facts.settings.reshard_after_forward, *sizes)):
             raise PlanError(
                 "reshard_after_forward is a number beside expert_parallel, which has not been "
                 "tried: its groups are those of other weights. Ranks might keep other experts than "
                 "their own. Write true or false."
             )
+        return plan
 
     def adjust_units(self, plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
         """Returns units of which the experts of each list are one."""
@@ -153,14 +157,3 @@ def _holders(usual: DeviceMesh, degree: int) -> Holders:
         elsewhere=single[int(dist.get_rank() == 0)],
         groups=(root.get_group(_SHARDS), group),
     )
-
-
-def _refuse_quantised(tree: ModuleTree, plan: ExpertPlan) -> None:
-    for ref in tree.params:
-        whole = ref.param.is_floating_point() and is_plain(ref.param.data)
-        if ref.name.startswith(plan.inside) and not whole:
-            raise PlanError(
-                f"'{ref.name}' is quantised or divided already, and belongs to an expert. It has "
-                "not been tried to send tokens to such experts. Leave expert_parallel out, or load "
-                "the weights in bf16 or fp32."
-            )

@@ -9,7 +9,6 @@ from one layout to the other in an all-to-all, so no rank has more of a state di
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composer_fsdp2.parallel.held import Held, Holders, held_by
-from composer_fsdp2.parallel.row_order import part_of
+from composer_fsdp2.parallel.held import Held, held_by, is_elsewhere
+from composer_fsdp2.parallel.row_order import (
+    States,
+    rows_of,
+    show_usual_form,
+    show_usual_states,
+)
+from composer_fsdp2.torch_private.tensors import dtensor_like
 
 __all__ = ["show_all_experts", "show_all_states"]
+
+_Block = tuple[range, ...]
+"""of each dimension of a tensor"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,31 +42,30 @@ class _Part:
     """of the whole tensor"""
     local: torch.Tensor
 
+    def own_block(self, ranks: int, rank: int) -> _Block:
+        """Returns what FSDP2 gives a rank of those with the expert; groups follow each other."""
+        degree = self.held.mesh.degree
+        shard, place = divmod(rank, degree)
+        block, dim = list(map(range, self.shape)), self.held.dim or 0
+        if self.held.dim is not None:
+            block[0] = rows_of(self.shape[0], degree, place)
+        elif place != self.held.place:
+            block[0] = range(0)
+        rows = rows_of(len(block[dim]), ranks // degree, shard)
+        block[dim] = block[dim][rows.start : rows.stop]
+        return tuple(block)
 
-def _rows(count: int, ranks: int, rank: int) -> range:
-    """The rows that FSDP2 gives a rank.
-
-    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L372
-    """
-    step = -(-count // ranks)
-    return range(min(rank * step, count), min((rank + 1) * step, count))
+    def usual_block(self, ranks: int, rank: int) -> _Block:
+        """Returns what FSDP2 alone would give a rank of all."""
+        return (rows_of(self.shape[0], ranks, rank), *map(range, self.shape[1:]))
 
 
-_Block = tuple[range, ...]
-"""of each dimension of a tensor"""
-
-
-def _own_block(part: _Part, shards: int, shard: int, place: int) -> _Block:
-    """Returns what FSDP2 gives a rank of those that hold the experts of a place."""
-    block, dim = list(map(range, part.shape)), part.held.dim or 0
-    if part.held.dim is not None:
-        share = part.shape[0] // part.held.mesh.degree
-        block[0] = range(place * share, (place + 1) * share)
-    elif place != part.held.place:
-        block[0] = range(0)
-    rows = _rows(len(block[dim]), shards, shard)
-    block[dim] = block[dim][rows.start : rows.stop]
-    return tuple(block)
+def _part(held: Held, param: DTensor, value: torch.Tensor) -> _Part:
+    """A parameter or a value that is divided like it."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    # Where the backend of the mesh sends it.
+    local = local.to(param.device_mesh.device_type)
+    return _Part(held, held.whole_shape(param.shape), local)
 
 
 def _shared(one: _Block, other: _Block) -> _Block:
@@ -79,7 +86,7 @@ def _within(block: _Block, around: _Block) -> tuple[slice, ...]:
     )
 
 
-def _moved(parts: Sequence[_Part], *, to_all: bool) -> list[torch.Tensor]:
+def _moved(parts: Mapping[Any, _Part], *, to_all: bool) -> dict[Any, torch.Tensor]:
     """Moves rows from the shards of each expert's own ranks to those of all ranks, or back.
 
     Collective: yes, over the ranks that share one copy of the model. They give the same parts in
@@ -88,76 +95,85 @@ def _moved(parts: Sequence[_Part], *, to_all: bool) -> list[torch.Tensor]:
     Returns:
         This rank's rows of each tensor in the other layout.
     """
-    found: dict[int, torch.Tensor] = {}
-    by_kind: dict[Any, list[int]] = defaultdict(list)
-    for number, part in enumerate(parts):
-        by_kind[part.local.dtype].append(number)
-    for numbers in by_kind.values():
-        moved = _moved_alike([parts[number] for number in numbers], to_all)
-        found.update(zip(numbers, moved, strict=True))
-    return [found[number] for number in range(len(parts))]
-
-
-def _moved_alike(parts: Sequence[_Part], to_all: bool) -> list[torch.Tensor]:
-    mesh = parts[0].held.mesh
-    group = mesh.usual.get_group(mesh.usual.ndim - 1)
-    here, ranks = group.rank(), range(group.size())
-
-    def own_block(part: _Part, rank: int) -> _Block:
-        """Of a rank among those of its expert; ranks of one group are next to each other."""
-        shard, place = divmod(rank, mesh.degree)
-        return _own_block(part, len(ranks) // mesh.degree, shard, place)
-
-    def usual_block(part: _Part, rank: int) -> _Block:
-        return (_rows(part.shape[0], len(ranks), rank), *map(range, part.shape[1:]))
-
-    before, after = (own_block, usual_block) if to_all else (usual_block, own_block)
-    pieces: list[torch.Tensor] = []
-    sent = [0] * len(ranks)
-    for rank in ranks:
-        for part in parts:
-            mine = before(part, here)
-            if size := _size(common := _shared(mine, after(part, rank))):
-                pieces.append(part.local[_within(common, mine)].reshape(-1))
-                sent[rank] += size
-    plan = [
-        (rank, number, _shared(before(part, rank), after(part, here)))
-        for rank in ranks
-        for number, part in enumerate(parts)
-    ]
-    sizes = [_size(common) for *_, common in plan]
-    received = [0] * len(ranks)
-    for (rank, *_), size in zip(plan, sizes, strict=True):
-        received[rank] += size
-    empty = parts[0].local.new_empty(0)
-    arrived = empty.new_empty(sum(received))
-    dist.all_to_all_single(arrived, torch.cat([empty, *pieces]), received, sent, group=group)
-    found = [empty.new_empty([len(side) for side in after(part, here)]) for part in parts]
-    for (_, number, common), piece in zip(plan, arrived.split(sizes), strict=True):
-        if len(piece):
-            shape = [len(side) for side in common]
-            found[number][_within(common, after(parts[number], here))] = piece.view(shape)
+    found: dict[Any, torch.Tensor] = {}
+    for dtype in dict.fromkeys(part.local.dtype for part in parts.values()):
+        alike = {key: part for key, part in parts.items() if part.local.dtype == dtype}
+        found.update(zip(alike, _moved_alike(list(alike.values()), to_all), strict=True))
     return found
 
 
-def _to_all(held: Held, shape: torch.Size, local: torch.Tensor) -> DTensor:
-    """The DTensor over all ranks."""
-    usual = held.mesh.usual
-    return DTensor.from_local(
-        local,
-        usual,
-        [*[Replicate()] * (usual.ndim - 1), Shard(0)],
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+def _moved_alike(parts: Sequence[_Part], to_all: bool) -> list[torch.Tensor]:
+    usual = parts[0].held.mesh.usual
+    group = usual.get_group(usual.ndim - 1)
+    here, count = group.rank(), group.size()
+    before, after = _Part.own_block, _Part.usual_block
+    if not to_all:
+        before, after = after, before
+    mine = [before(part, count, here) for part in parts]
+    wanted = [after(part, count, here) for part in parts]
+    # For each rank what goes there of each tensor, and what comes from there.
+    outgoing = [
+        [_shared(own, after(part, count, rank)) for part, own in zip(parts, mine, strict=True)]
+        for rank in range(count)
+    ]
+    incoming = [
+        [_shared(before(part, count, rank), own) for part, own in zip(parts, wanted, strict=True)]
+        for rank in range(count)
+    ]
+    sent, received = ([sum(map(_size, blocks)) for blocks in side] for side in (outgoing, incoming))
+    empty = parts[0].local.new_empty(0)
+    pieces = [
+        part.local[_within(block, own)].reshape(-1)
+        for blocks in outgoing
+        for part, own, block in zip(parts, mine, blocks, strict=True)
+        if _size(block)
+    ]
+    arrived = empty.new_empty(sum(received))
+    dist.all_to_all_single(arrived, torch.cat([empty, *pieces]), received, sent, group=group)
+    found = [empty.new_empty([len(side) for side in own]) for own in wanted]
+    rest = iter(arrived.split([_size(block) for blocks in incoming for block in blocks]))
+    for blocks in incoming:
+        for whole, own, block in zip(found, wanted, blocks, strict=True):
+            whole[_within(block, own)] = next(rest).view([len(side) for side in block])
+    return found
 
 
-def _local(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """This rank's rows, where the backend of the mesh sends them."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    assert isinstance(param, DTensor)
-    return local.to(param.device_mesh.device_type)
+def _to_all(parts: Mapping[Any, _Part]) -> dict[Any, DTensor]:
+    """Returns DTensors over all ranks. Collective: yes, as `_moved`."""
+    found: dict[Any, DTensor] = {}
+    for key, local in _moved(parts, to_all=True).items():
+        usual, shape = parts[key].held.mesh.usual, parts[key].shape
+        found[key] = DTensor.from_local(
+            local,
+            usual,
+            [*[Replicate()] * (usual.ndim - 1), Shard(0)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+    return found
+
+
+def _to_own(values: Mapping[Any, tuple[Any, DTensor, Held]]) -> dict[Any, Any]:
+    """Returns what this rank loads of values of a state dict, each with its parameter.
+
+    Collective: yes, as `_moved`.
+    """
+    found: dict[Any, Any] = {}
+    spread: dict[Any, _Part] = {}
+    for key, (value, param, held) in values.items():
+        whole = held.whole_shape(param.shape)
+        if not isinstance(value, torch.Tensor) or value.shape != whole:
+            continue  # torch says what is wrong
+        # On the parameter's mesh somebody has taken it from the parameters, and not from a state
+        # dict, or torch has divided a whole tensor of a file as it divides this rank's slice.
+        is_own = isinstance(value, DTensor) and value.device_mesh == param.device_mesh
+        if not isinstance(value, DTensor) or (is_own and held.dim is not None):
+            found[key] = held.from_usual(value, param.detach())
+        elif not is_own:
+            spread[key] = _part(held, param, value)
+    moved = _moved(spread, to_all=False).items()
+    return found | {key: dtensor_like(local, values[key][1]) for key, local in moved}
 
 
 # --- Models ---
@@ -168,81 +184,37 @@ def show_all_experts(experts: nn.Module) -> None:
 
     Collective: no, but each state dict is from then on, over the ranks of one copy of the model.
     """
-    experts.register_state_dict_post_hook(_after_saving)
-    experts.register_load_state_dict_pre_hook(_before_loading)
+    show_usual_form(experts, _after_saving, _before_loading)
 
 
 @torch.no_grad()
 def _after_saving(experts: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
     params = _params(experts, state, prefix)
-    if any(isinstance(state[name], nn.Parameter) for name in params):
-        return  # `keep_vars`: the parameters themselves are asked for
-    parts = [
-        _Part(held, held.whole_shape(param.shape), _local(state[name], param))
-        for name, (param, held) in params.items()
-    ]
-    for name, part, local in zip(params, parts, _moved(parts, to_all=True), strict=True):
-        state[name] = _to_all(part.held, part.shape, local)
+    # Not with `keep_vars`, for which the parameters themselves are asked for.
+    if not any(isinstance(state[name], nn.Parameter) for name in params):
+        parts = {name: _part(held, param, state[name]) for name, (param, held) in params.items()}
+        state.update(_to_all(parts))
 
 
 @torch.no_grad()
 def _before_loading(
     experts: nn.Module, state: dict[str, Any], prefix: str, *_args: Any, **_kwargs: Any
 ) -> None:
-    spread: dict[str, tuple[torch.Tensor, Held]] = {}
-    for name, (param, held) in _params(experts, state, prefix).items():
-        value = state[name]
-        shape = held.whole_shape(param.shape)
-        if not isinstance(value, torch.Tensor) or value.shape != shape:
-            continue  # torch says what is wrong
-        if held.dim is not None and isinstance(value, DTensor) and _is_own(value, param):
-            # Torch has divided a whole tensor of a file as it divides this rank's slice.
-            value = value.full_tensor()
-        if isinstance(value, DTensor):
-            if not _is_own(value, param):
-                spread[name] = param, held
-        elif held.place != held.mesh.place:
-            state[name] = param.detach()
-        else:
-            assert isinstance(param, DTensor)
-            state[name] = part_of(held.own(value), param.device_mesh, param.placements)
-    parts = [
-        _Part(held, held.whole_shape(param.shape), _local(state[name], param))
-        for name, (param, held) in spread.items()
-    ]
-    for (name, (param, _)), local in zip(spread.items(), _moved(parts, to_all=False), strict=True):
-        state[name] = _own(local, param)
-
-
-def _is_own(value: DTensor, param: torch.Tensor) -> bool:
-    """Whether somebody has taken it from the parameters, and not from a state dict."""
-    return isinstance(param, DTensor) and value.device_mesh == param.device_mesh
-
-
-def _own(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The DTensor that a parameter is on this rank."""
-    assert isinstance(param, DTensor)
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    params = _params(experts, state, prefix)
+    state.update(_to_own({name: (state[name], *found) for name, found in params.items()}))
 
 
 def _params(
     experts: nn.Module, state: Mapping[str, Any], prefix: str
-) -> dict[str, tuple[torch.Tensor, Held]]:
+) -> dict[str, tuple[DTensor, Held]]:
     """Parameters of experts that a state dict has, by their names in it."""
-    found: dict[str, tuple[torch.Tensor, Held]] = {}
-    for name, param in experts.named_parameters():
-        held = held_by(param)
+    return {
+        prefix + name: (param, held)
+        for name, param in experts.named_parameters()
         # Not a DTensor: somebody is shown whole parameters, on this rank or on all.
-        if held is not None and isinstance(param, DTensor) and prefix + name in state:
-            found[prefix + name] = param, held
-    return found
+        if isinstance(param, DTensor) and prefix + name in state
+        if (held := held_by(param)) is not None
+    }
 
 
 # --- Optimizers ---
@@ -255,96 +227,59 @@ def show_all_states(optimizer: torch.optim.Optimizer) -> None:
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(held_by(param) for param in params):
-        optimizer.register_state_dict_post_hook(_after_saving_state)
-        optimizer.register_load_state_dict_pre_hook(_before_loading_state)
+        show_usual_states(optimizer, _shown_states, _loaded_states)
 
 
 @torch.no_grad()
-def _after_saving_state(held: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    params = _numbered(held, state)
-    if not params:
-        return state
-    entries = {number: state["state"].get(number, {}) for number in params}
-    kept = {
-        number: {key: _described(value, params[number][0]) for key, value in entry.items()}
-        for number, entry in entries.items()
-        if params[number][1].place == params[number][1].mesh.place
-    }
-    known = _told(kept, next(iter(params.values()))[1].mesh)
+def _shown_states(params: Mapping[int, Any], states: States) -> States:
+    holders = {n: held for n, param in params.items() if (held := held_by(param)) is not None}
+    if not holders:
+        return states
+    # Of a tensor that is divided as its parameter is, ranks tell each other the dtype; of others
+    # the value.
+    told: dict[int, dict[Any, tuple[torch.dtype | None, Any]]] = {}
+    for number in holders:
+        if not is_elsewhere(params[number]):
+            told[number] = {
+                key: (value.dtype, None)
+                if isinstance(value, torch.Tensor) and value.shape == params[number].shape
+                else (None, value)
+                for key, value in states.get(number, {}).items()
+            }
+    mesh = next(iter(holders.values())).mesh
+    everyone: list[Any] = [None] * mesh.degree
+    dist.all_gather_object(everyone, told, group=mesh.group)
+    known = {number: entry for one in everyone for number, entry in one.items()}
     parts: dict[tuple[int, Any], _Part] = {}
-    for number, (param, owner) in params.items():
+    for number, held in holders.items():
         for key, (dtype, _) in known[number].items():
             if dtype is not None:
-                value = entries[number].get(key)
-                empty = torch.empty(0, dtype=dtype, device=owner.mesh.usual.device_type)
-                own = owner.place == owner.mesh.place
-                local = _local(value, param) if own and value is not None else empty
-                parts[number, key] = _Part(owner, owner.whole_shape(param.shape), local)
-    moved = dict(zip(parts, _moved(list(parts.values()), to_all=True), strict=True))
-    changed = {number: entry for number, entry in state["state"].items() if number not in params}
-    for number, (_, owner) in params.items():
-        entry = {
-            key: value
-            if dtype is None
-            else _to_all(owner, parts[number, key].shape, moved[number, key])
-            for key, (dtype, value) in known[number].items()
-        }
-        if entry:
-            changed[number] = entry
-    return {**state, "state": changed}
+                value = states.get(number, {}).get(key)
+                if value is None or is_elsewhere(params[number]):
+                    value = torch.empty(0, dtype=dtype)
+                parts[number, key] = _part(held, params[number], value)
+    shown = _to_all(parts)
+    changed = {number: state for number, state in states.items() if number not in holders}
+    for number in holders:
+        if known[number]:
+            changed[number] = {
+                key: shown.get((number, key), value) for key, (_, value) in known[number].items()
+            }
+    return changed
 
 
 @torch.no_grad()
-def _before_loading_state(held: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    changed = dict(state["state"])
-    parts: dict[tuple[int, Any], _Part] = {}
-    params = _numbered(held, state)
-    for number, (param, owner) in params.items():
-        entry = changed.pop(number, {})
-        own = owner.place == owner.mesh.place
-        if own and entry:
-            changed[number] = dict(entry)
-        shape = owner.whole_shape(param.shape)
-        for key, value in entry.items():
-            if not isinstance(value, torch.Tensor) or value.shape != shape:
-                continue
-            if isinstance(value, DTensor) and not _is_own(value, param):
-                parts[number, key] = _Part(owner, shape, _local(value, param))
-            elif own and not isinstance(value, DTensor):
-                assert isinstance(param, DTensor)
-                whole = owner.own(value)
-                changed[number][key] = part_of(whole, param.device_mesh, param.placements)
-    moved = _moved(list(parts.values()), to_all=False)
-    for (number, key), local in zip(parts, moved, strict=True):
+def _loaded_states(params: Mapping[int, Any], states: States) -> States:
+    loaded = _to_own(
+        {
+            (number, key): (value, param, held)
+            for number, param in params.items()
+            if (held := held_by(param)) is not None
+            for key, value in states.get(number, {}).items()
+        }
+    )
+    changed = {n: state for n, state in states.items() if not is_elsewhere(params.get(n))}
+    for (number, key), value in loaded.items():
         if number in changed:
-            changed[number][key] = _own(local, params[number][0])
-    return {**state, "state": changed}
-
-
-def _numbered(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> dict[int, tuple[torch.Tensor, Held]]:
-    """Parameters of experts by their numbers in a state dict."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    return {
-        number: (param, held)
-        for number, param in zip(numbers, params, strict=True)
-        if (held := held_by(param)) is not None
-    }
-
-
-def _described(value: Any, param: torch.Tensor) -> tuple[torch.dtype | None, Any]:
-    """The dtype of a tensor that is divided as the parameter is, or else the value."""
-    if isinstance(value, torch.Tensor) and value.shape == param.shape:
-        return value.dtype, None
-    return None, value
-
-
-def _told(
-    kept: Mapping[int, Mapping[Any, tuple[torch.dtype | None, Any]]], mesh: Holders
-) -> dict[int, dict[Any, tuple[torch.dtype | None, Any]]]:
-    """Returns what ranks hold of the state of their experts. Collective: yes, over their group."""
-    everyone: list[Any] = [None] * mesh.degree
-    dist.all_gather_object(everyone, kept, group=mesh.group)
-    return {number: entry for one in everyone for number, entry in one.items()}
+            changed[number] = {**changed[number], key: value}
+    return changed

@@ -30,7 +30,7 @@ from composer_fsdp2.parallel.division import (
     RankGroup,
     untried_items,
 )
-from composer_fsdp2.parallel.row_order import group_dividing, show_usual_state
+from composer_fsdp2.parallel.row_order import group_dividing, show_usual_order_of_states
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
@@ -188,7 +188,7 @@ class _TensorGroup(RankGroup):
 
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Has its state dicts show the order of the model."""
-        show_usual_state(optimizer)
+        show_usual_order_of_states(optimizer)
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Collective: yes, over the default group, in the first forward after `begin`."""
