@@ -59,7 +59,7 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     # Parameters of rank 0 on meta get values when they are sharded.
     on_meta = of_rank0([ref.name for ref in tree.params if ref.param.is_meta])
     done: set[int] = set()
-    inputs: dict[str, _WholeInput] = {}
+    homes: dict[str, _Home] = {}
     for name, cut in plan.cuts.items():
         module, padding = modules[name], plan.padding.get(name, 0)
         for attribute, param in list(module._parameters.items()):
@@ -75,10 +75,11 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
             done.add(id(new))
         show_usual_order(module)  # in every place of a tied parameter
         parent, is_adapter = home_of(name, modules)
-        if cut.kind == "columns" and not is_adapter and parent not in inputs:
-            inputs[parent] = _WholeInput(modules[parent], mesh)
-        _install(module, cut, mesh, padding, None if is_adapter else inputs.get(parent))
-    _draw_apart(modules, plan, mesh)
+        home = None
+        if cut.kind in ("columns", "rows") and not is_adapter:
+            home = homes[parent] = homes.get(parent) or _Home(modules[parent], mesh)
+            home.draw_apart(module, cut)
+        _install(module, cut, mesh, padding, home)
     for name, counts in plan.counts.items():
         _divide_counts(modules[name], counts, plan.degree)
     average = functools.partial(_average, mesh.get_group())
@@ -155,36 +156,90 @@ def _average(group: dist.ProcessGroup, param: torch.Tensor) -> None:
         grad.div_(group.size())
 
 
-# --- Inputs and outputs ---
+# --- Inside of an attention or MLP ---
 
 
-class _WholeInput:
-    """The input of one module's layers that are divided by columns, as one tensor for all of them.
+class _Home:
+    """An attention or MLP with divided layers: its input, and its random numbers.
 
-    Its gradients of queries, keys and values are added up on each rank before the ranks add up
-    theirs, so that they send one and not three.
+    The input is one tensor for all layers that are divided by columns: gradients of queries, keys
+    and values are added up on each rank before the ranks add up theirs, so that they send one and
+    not three.
     """
 
-    def __init__(self, parent: nn.Module, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self._forget()
-        # The tensor would be in memory until the next forward. After an error too.
-        parent.register_forward_hook(self._forget, always_call=True)
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._module, self._mesh, self._draws = module, mesh, draws(module)
+        self._local: torch.Tensor | None = None
+        self._whole: DTensor | None = None
+        self._before: torch.Tensor | None = None
+        # After an error too, with which a recomputation ends once it has what it needs.
+        module.register_forward_hook(self._leave, always_call=True)
 
-    def of(self, local: torch.Tensor) -> DTensor:
+    def whole(self, local: torch.Tensor) -> DTensor:
         """Returns the same for the same tensor, until the module's forward ends."""
         if self._whole is None or self._local is not local:
             self._local = local
             self._whole = DTensor.from_local(local, self._mesh, [Replicate()], run_check=False)
         return self._whole
 
-    def _forget(self, *_: Any) -> None:
-        self._local: torch.Tensor | None = None
-        self._whole: DTensor | None = None
+    def draw_apart(self, layer: nn.Module, cut: Cut) -> None:
+        """Has a rank draw its own numbers from one layer to the next; see [Note: two streams]."""
+        if self._draws and cut.kind == "rows":
+            layer.register_forward_pre_hook(self._end)
+        elif self._draws and not cut.gathers:
+            layer.register_forward_hook(self._begin)
+
+    def _begin(self, *_: Any) -> None:
+        """Goes on from a seed that all ranks of the group draw alike, each from its own place."""
+        if self._before is not None or not self._module.training:
+            return
+        generator = self._generator()
+        if self._mesh.device_type == "cpu":
+            seed = int(torch.randint(2**62, (), generator=generator))
+        else:
+            # A number from the device would have to be waited for. An offset is a multiple of 4.
+            offset = generator.get_offset()
+            generator.set_offset(offset + 4)
+            seed = generator.initial_seed() + offset * _ODD
+        self._before = generator.get_state()
+        generator.manual_seed((seed + (self._mesh.get_local_rank() + 1) * _ODD) % 2**63)
+
+    def _end(self, *_: Any) -> None:
+        """Goes back to where the generator was."""
+        if self._before is not None:
+            self._generator().set_state(self._before)
+            self._before = None
+
+    def _leave(self, *_: Any) -> None:
+        self._local = self._whole = None  # they would be in memory until the next forward
+        self._end()
+
+    def _generator(self) -> torch.Generator:
+        if self._mesh.device_type == "cpu":
+            return torch.default_generator
+        module: Any = torch.get_device_module(self._mesh.device_type)
+        return module.default_generators[module.current_device()]
+
+
+_ODD = 0x9E3779B97F4A7C15
+"""spreads seeds that lie next to each other"""
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module has dropout, as a module or as a number."""
+    for part in module.modules():
+        values = {"dropout": part.p} if isinstance(part, nn.Dropout) else vars(part)
+        for name, value in values.items():
+            if "drop" in name and isinstance(value, numbers.Real) and 0 < float(value) <= 1:
+                return True
+    return False
+
+
+# --- Inputs and outputs ---
 
 
 def _install(
-    module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int, inputs: _WholeInput | None
+    module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int, home: _Home | None
 ) -> None:
     """Has a layer take and give plain tensors, with DTensors inside."""
     by_columns, by_rows, norm = (cut.kind == kind for kind in ("columns", "rows", "norm"))
@@ -194,9 +249,9 @@ def _install(
         first, *others = args
         if not isinstance(first, torch.Tensor) or isinstance(first, DTensor):
             return args
-        # A graph would take the state of `inputs` for a constant, or break at it.
-        if by_columns and inputs is not None and not torch.compiler.is_compiling():
-            return (inputs.of(first), *others)
+        # A graph would take the state of `home` for a constant, or break at it.
+        if by_columns and home is not None and not torch.compiler.is_compiling():
+            return (home.whole(first), *others)
         if padding and by_rows:
             first = nn.functional.pad(first, (0, padding))
         # Which dimension does not matter to a norm: it treats all but the last one alike.
@@ -266,77 +321,3 @@ def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, padding: int) -> None
         return DTensor.from_local(found, mesh, [Partial()], run_check=False)
 
     module.forward = forward
-
-
-# --- Random numbers ---
-
-
-def draws(module: nn.Module) -> bool:
-    """Whether a module has dropout, as a module or as a number."""
-    for part in module.modules():
-        values = {"dropout": part.p} if isinstance(part, nn.Dropout) else vars(part)
-        for name, value in values.items():
-            if "drop" in name and isinstance(value, numbers.Real) and 0 < float(value) <= 1:
-                return True
-    return False
-
-
-def _draw_apart(modules: Mapping[str, nn.Module], plan: LayerPlan, mesh: DeviceMesh) -> None:
-    """Has a rank draw its own numbers between divided layers; see [Note: two streams]."""
-    streams: dict[str, _OwnNumbers] = {}
-    for name, cut in plan.cuts.items():
-        home, _ = home_of(name, modules)
-        if cut.kind not in ("columns", "rows") or cut.gathers or not draws(modules[home]):
-            continue
-        if home not in streams:
-            streams[home] = _OwnNumbers(modules[home], mesh)
-        if cut.kind == "columns":
-            modules[name].register_forward_hook(streams[home].begin)
-        else:
-            modules[name].register_forward_pre_hook(streams[home].end)
-    for home, stream in streams.items():
-        # After an error too, with which a recomputation ends once it has what it needs.
-        modules[home].register_forward_hook(stream.end, always_call=True)
-
-
-class _OwnNumbers:
-    """The device's generator, as one rank uses it inside of an attention or MLP."""
-
-    def __init__(self, parent: nn.Module, mesh: DeviceMesh) -> None:
-        self._parent, self._device_type, self._rank = (
-            parent,
-            mesh.device_type,
-            mesh.get_local_rank(),
-        )
-        self._before: torch.Tensor | None = None
-
-    def begin(self, *_: Any) -> None:
-        """Goes on from a seed that all ranks of the group draw alike, each from its own place."""
-        if self._before is not None or not self._parent.training:
-            return
-        generator = self._generator()
-        if self._device_type == "cpu":
-            seed = int(torch.randint(2**62, (), generator=generator))
-        else:
-            # A number from the device would have to be waited for. An offset is a multiple of 4.
-            offset = generator.get_offset()
-            generator.set_offset(offset + 4)
-            seed = generator.initial_seed() + offset * _ODD
-        self._before = generator.get_state()
-        generator.manual_seed((seed + (self._rank + 1) * _ODD) % 2**63)
-
-    def end(self, *_: Any) -> None:
-        """Goes back to where the generator was."""
-        if self._before is not None:
-            self._generator().set_state(self._before)
-            self._before = None
-
-    def _generator(self) -> torch.Generator:
-        if self._device_type == "cpu":
-            return torch.default_generator
-        module: Any = torch.get_device_module(self._device_type)
-        return module.default_generators[module.current_device()]
-
-
-_ODD = 0x9E3779B97F4A7C15
-"""spreads seeds that lie next to each other"""
