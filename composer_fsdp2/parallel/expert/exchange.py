@@ -64,7 +64,11 @@ class Routing:
         dist.all_to_all_single(theirs, mine, group=group)
         # The one time that the host waits for the device.
         if is_fake(group):
-            numbers = _equal_shares(pairs.numel(), count, group)
+            # Nothing is sent: experts get equally many rows.
+            share, rest = divmod(pairs.numel(), count)
+            sizes = [share + (number < rest) for number in range(count)]
+            own = [sizes[at : at + count // ranks] for at in range(0, count, count // ranks)]
+            numbers = [own, [own[group.rank()]] * ranks]
         else:
             numbers = torch.stack((mine, theirs)).view(2, ranks, -1).tolist()
         sent, received = ([sum(rows) for rows in side] for side in numbers)
@@ -74,15 +78,6 @@ class Routing:
         )
         sizes = [sum(rows) for rows in zip(*numbers[1], strict=True)]
         return cls(chosen, mine, order, sent, received, sizes, by_expert)
-
-
-def _equal_shares(rows: int, count: int, group: dist.ProcessGroup) -> list[list[list[int]]]:
-    """Returns rows that a rank sends and gets where nothing is sent: experts get equally many."""
-    share, rest = divmod(rows, count)
-    sizes = [share + (number < rest) for number in range(count)]
-    held = count // group.size()
-    mine = [sizes[place * held :][:held] for place in range(group.size())]
-    return [mine, [mine[group.rank()]] * group.size()]
 
 
 def exchange(

@@ -124,12 +124,12 @@ def _ulysses(
     # One exchange: each rank's heads of all three lie next to each other.
     alike = (query, key, value) if value.shape[-1] == key.shape[-1] else (query, key)
     parts = [tensor.unflatten(1, (ranks, -1)) for tensor in alike]
-    got = sequence_to_heads(torch.cat(parts, 2).flatten(1, 2), shared.group)
+    got = _exchanged(torch.cat(parts, 2).flatten(1, 2), shared.group, given=1, got=2)
     sizes = [heads // ranks, kv_heads, kv_heads][: len(alike)]
     query, key, *rest = got.split(sizes, 1)
-    value = rest[0] if rest else sequence_to_heads(value, shared.group)
+    value = rest[0] if rest else _exchanged(value, shared.group, given=1, got=2)
     out = _attend_span(shared, call, (0, shared.parts.padded), query, key, value)
-    return heads_to_sequence(out.transpose(1, 2), shared.group).transpose(1, 2)
+    return _exchanged(out.transpose(1, 2), shared.group, given=2, got=1).transpose(1, 2)
 
 
 def _enough_heads(tensor: torch.Tensor, heads: int, ranks: int) -> torch.Tensor:
@@ -296,38 +296,21 @@ def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return got
 
 
-def sequence_to_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gives a rank its heads of the whole sequence. Collective: yes, over the group.
+def _exchanged(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, given: int, got: int
+) -> torch.Tensor:
+    """Gives each rank a part of one dimension, and gets all ranks' parts of another.
+
+    Collective: yes, over the group.
 
     Args:
-        tensor: (batch, heads, local positions, size); the group's size divides the heads.
+        tensor: (batch, heads, positions, size); the group's size divides the dimension `given`.
         group: of the ranks that divide the sequence.
-
-    Returns:
-        (batch, heads / ranks, ranks x local positions, size), in the order of the ranks.
+        given: the dimension that a rank has a part of afterwards: heads or positions.
+        got: the one whose parts come, one after the other in the order of the ranks.
     """
-    ranks = group.size()
-    batch, heads, local, size = tensor.shape
-    sent = tensor.view(batch, ranks, heads // ranks, local, size).transpose(0, 1)
-    got: Any = _AllToAll.apply(sent, group)
-    return got.permute(1, 2, 0, 3, 4).reshape(batch, heads // ranks, ranks * local, size)
-
-
-def heads_to_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Undoes `sequence_to_heads`. Collective: yes, over the group.
-
-    Args:
-        tensor: (batch, local heads, positions, size).
-        group: of the ranks that divide the sequence.
-
-    Returns:
-        (batch, ranks x local heads, positions / ranks, size).
-    """
-    ranks = group.size()
-    batch, heads, length, size = tensor.shape
-    sent = tensor.view(batch, heads, ranks, length // ranks, size).permute(2, 0, 1, 3, 4)
-    got: Any = _AllToAll.apply(sent, group)
-    return got.transpose(0, 1).reshape(batch, ranks * heads, length // ranks, size)
+    arrived: Any = _AllToAll.apply(torch.stack(tensor.chunk(group.size(), given)), group)
+    return torch.cat(arrived.unbind(), got)
 
 
 class _Gather(torch.autograd.Function):

@@ -102,6 +102,23 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
     rules = kinds[0].mask_rules(model, modules, first, device)
     if plan.documents == "apart":
         rules = dataclasses.replace(rules, documents="always", takes_sequence_id=True)
+    around = [
+        module
+        for name, module in modules.items()
+        if name != plan.model and f"{plan.model}.".startswith(f"{name}." if name else "")
+    ]
+    # PEFT's wrapper is called with batches, and calls the `forward` of the model inside.
+    wrappers = [
+        m for m in around if attribute_of(m, "peft_config") and attribute_of(m, "base_model")
+    ]
+    learned = next(
+        (
+            (name, module.num_embeddings - (attribute_of(module, "offset") or 0))
+            for name, module in modules.items()
+            if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS
+        ),
+        None,
+    )
     wanted = {id(head) for head in output_heads(tree)}
     group = SequenceGroup(
         model,
@@ -109,8 +126,8 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
         axes["sp"].get_group(),
         plan.method,
         frees=plan.frees,
-        entry=_entry_of(modules, plan.model),
-        learned=_learned_positions(modules),
+        entry=wrappers[0] if wrappers else model,
+        learned=learned,
         heads={name: module for name, module in modules.items() if id(module) in wanted},
         rules=rules,
     )
@@ -147,23 +164,6 @@ def _model_in(modules: dict[str, nn.Module], degree: int) -> str:
         if not hands_on or "position_ids" in parameters:
             return name
     return models[0]
-
-
-def _entry_of(modules: dict[str, nn.Module], model: str) -> nn.Module:
-    """The module that is called with batches: PEFT's wrapper, which calls the model's `forward`."""
-    for name, module in modules.items():
-        inside = model.startswith(f"{name}.") if name else model != ""
-        if inside and attribute_of(module, "peft_config") and attribute_of(module, "base_model"):
-            return module
-    return modules[model]
-
-
-def _learned_positions(modules: dict[str, nn.Module]) -> tuple[str, int] | None:
-    """An embedding of positions and how many it has, `None` where they are computed."""
-    for name, module in modules.items():
-        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
-            return name, module.num_embeddings - (attribute_of(module, "offset") or 0)
-    return None
 
 
 _POSITIONS = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}

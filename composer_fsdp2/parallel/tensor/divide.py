@@ -93,13 +93,9 @@ def _layout(
     cut: Cut, attribute: str, module: nn.Module, degree: int, padding: int
 ) -> tuple[Placement, RowOrder | None]:
     """How a parameter is divided, and the order of its rows where that is not the model's."""
-    if cut.kind == "norm" or (cut.kind == "rows" and attribute == "bias"):
+    dim = cut.dim_of(attribute, module)
+    if dim is None:
         return Replicate(), None
-    output, inside = (1, 0) if is_conv1d(module) else (0, 1)
-    # The weight of a linear layer is (output, input), but for Conv1D.
-    dim = output if cut.kind == "columns" else inside
-    if cut.kind == "embedding" or attribute == "bias":
-        dim = 0
     # Parts that follow each other in the model do so on the ranks.
     if len(cut.blocks) < 2 and not padding:
         return Shard(dim), None

@@ -44,6 +44,21 @@ class Cut:
     blocks: tuple[int, ...] = ()
     """sizes of the blocks of a fused projection, one after the other; each is cut by itself"""
 
+    def dim_of(self, attribute: str, module: nn.Module) -> int | None:
+        """Returns which dimension of a parameter is divided, `None` where each rank has it whole.
+
+        Args:
+            attribute: its name in the layer.
+            module: the layer.
+        """
+        if self.kind == "norm" or (self.kind == "rows" and attribute == "bias"):
+            return None
+        if self.kind == "embedding" or attribute == "bias":
+            return 0
+        # The weight of a linear layer is (output, input), but for Conv1D.
+        output, inside = (1, 0) if is_conv1d(module) else (0, 1)
+        return output if self.kind == "columns" else inside
+
     def __str__(self) -> str:
         fused = f" of {' + '.join(map(str, self.blocks))}" if self.blocks else ""
         return f"{self.kind}{fused}{', gathered' if self.gathers else ''}"

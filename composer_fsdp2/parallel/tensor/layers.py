@@ -375,12 +375,5 @@ def _shared_rows(module: nn.Module, cut: Cut) -> int:
     Source: torch shards them evenly alone,
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L331
     """
-    if cut.kind == "norm":
-        return 0
-    if cut.kind == "embedding":
-        return int(module.get_parameter("weight").shape[0])
-    inside, outside = rows_and_columns(module)
-    has_bias = module._parameters.get("bias") is not None
-    if cut.kind == "columns":
-        return outside if has_bias or not is_conv1d(module) else 0
-    return inside if is_conv1d(module) else 0
+    params = ((name, param) for name, param in module._parameters.items() if param is not None)
+    return next((len(param) for name, param in params if cut.dim_of(name, module) == 0), 0)

@@ -121,11 +121,11 @@ class TensorParallel(Division["LayerPlan"]):
     ) -> GroupSizes:
         """Returns what a rank of a run holds and gathers."""
         same, owners = canonical_param_ids(tree.params), units.owner_of()
-        cut: set[int] = set()
+        modules, cut = dict(tree.modules()), set[int]()
         for ref in tree.params:
-            module, _, attribute = ref.name.rpartition(".")
-            kind = plan.cuts[module].kind if module in plan.cuts else "norm"
-            if kind != "norm" and (kind, attribute) != ("rows", "bias"):
+            name, _, attribute = ref.name.rpartition(".")
+            known = plan.cuts.get(name)
+            if known is not None and known.dim_of(attribute, modules[name]) is not None:
                 cut.add(same[id(ref.param)])
         gathered: dict[str, int] = {}
         held = held_bytes = divided = elements = 0
