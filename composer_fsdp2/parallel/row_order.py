@@ -268,8 +268,8 @@ def show_usual_order(module: nn.Module) -> None:
 
     Collective: no, but each state dict is from then on, over the ranks of a fused parameter.
     """
-    found = {name: order_of(param) for name, param in module._parameters.items()}
-    orders = {name: order for name, order in found.items() if order is not None}
+    params = module._parameters.items()
+    orders = {name: order for name, param in params if (order := order_of(param)) is not None}
     if orders:
         # The orders are kept for the hooks: a gathered parameter is another object in the place of
         # the one that has the attribute.

@@ -118,26 +118,20 @@ def _ulysses(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    ranks, heads = shared.parts.degree, query.shape[1]
-    key, value = (_enough_heads(kv, heads, ranks) for kv in (key, value))
-    kv_heads = key.shape[1] // ranks
+    ranks, heads, kv_heads = shared.parts.degree, query.shape[1], key.shape[1]
+    if kv_heads % ranks:
+        # Repeated until the ranks can share them.
+        times = ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
+        key, value = (kv.repeat_interleave(times, 1) for kv in (key, value))
     # One exchange: each rank's heads of all three lie next to each other.
     alike = (query, key, value) if value.shape[-1] == key.shape[-1] else (query, key)
     parts = [tensor.unflatten(1, (ranks, -1)) for tensor in alike]
     got = _exchanged(torch.cat(parts, 2).flatten(1, 2), shared.group, given=1, got=2)
-    sizes = [heads // ranks, kv_heads, kv_heads][: len(alike)]
+    sizes = [tensor.shape[1] // ranks for tensor in alike]
     query, key, *rest = got.split(sizes, 1)
     value = rest[0] if rest else _exchanged(value, shared.group, given=1, got=2)
     out = _attend_span(shared, call, (0, shared.parts.padded), query, key, value)
     return _exchanged(out.transpose(1, 2), shared.group, given=2, got=1).transpose(1, 2)
-
-
-def _enough_heads(tensor: torch.Tensor, heads: int, ranks: int) -> torch.Tensor:
-    """Repeats key and value heads until the ranks can share them."""
-    have = tensor.shape[1]
-    if have % ranks == 0:
-        return tensor
-    return tensor.repeat_interleave(ranks // have if ranks % have == 0 else heads // have, 1)
 
 
 def _gather_kv(

@@ -347,13 +347,11 @@ class SequenceGroup(RankGroup):
         # For two forwards of the first batch; an error must not leave them.
         with contextlib.ExitStack() as hooks:
             for path, module in self._attention.items():
-                handle = module.register_forward_hook(functools.partial(keep, path))
-                hooks.callback(handle.remove)
+                hook = functools.partial(keep, path)
+                hooks.enter_context(module.register_forward_hook(hook))
             for path, module in self._heads.items():
-                handle = module.register_forward_pre_hook(
-                    functools.partial(cut, path), prepend=True
-                )
-                hooks.callback(handle.remove)
+                hook = functools.partial(cut, path)
+                hooks.enter_context(module.register_forward_pre_hook(hook, prepend=True))
             self._entry(**inputs, **({"use_cache": False} if self._caches else {}))
         return found
 

@@ -193,15 +193,13 @@ def _unknown_attention(
     # Found by its projections: it would attend to one rank's part without a word.
     known = {type(modules[name]) for name in attention}
     for name, module in modules.items():
-        if type(module) not in known and _PROJECTIONS & set(module._modules):
-            yield f"'{name}' ({type(module).__name__}) is an attention of another kind"
-    for name, module in modules.items():
         kind_name = type(module).__name__
+        if type(module) not in known and _PROJECTIONS & set(module._modules):
+            yield f"'{name}' ({kind_name}) is an attention of another kind"
         named = _MIXING_NAMES.search(kind_name) or _STATE_SPACE.search(kind_name)
         is_linear = kind_name == "Conv1D"  # transformers' linear layer of GPT-2
         if isinstance(module, _MIXING) or (named and not is_linear):
             yield f"'{name}' ({kind_name}) mixes positions, of which a rank has a part"
-    for module in modules.values():
         if (why := MPT.why_not_model(module)) is not None:
             yield why
 
