@@ -51,6 +51,7 @@ _ORDER = "_fsdp2_row_order"
 
 States = Mapping[int, Mapping[Any, Any]]
 """what an optimizer has of each parameter, by their numbers in its state dict"""
+_Change = Callable[[Mapping[int, tuple[Any, Any]], States], States]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +235,7 @@ def show_usual_form(
 
 
 def show_usual_states(
-    optimizer: torch.optim.Optimizer,
-    show: Callable[[Mapping[int, Any], States], States],
-    load: Callable[[Mapping[int, Any], States], States],
+    optimizer: torch.optim.Optimizer, form_of: Callable[[Any], Any], show: _Change, load: _Change
 ) -> None:
     """Does for an optimizer what `show_usual_form` does for a module.
 
@@ -244,23 +243,27 @@ def show_usual_states(
 
     Args:
         optimizer: whose parameters are sharded.
-        show: returns the state that a state dict shows, given parameters by their numbers in it,
-            and what each rank holds.
+        form_of: how ranks hold a parameter, `None` for one that is as everybody knows it.
+        show: returns what a state dict shows, given parameters and their forms by the numbers that
+            the state dict has for them, and what each rank holds.
         load: returns what each rank loads, given the same of a state dict.
     """
-    optimizer.register_state_dict_post_hook(functools.partial(_with_states, show))
-    optimizer.register_load_state_dict_pre_hook(functools.partial(_with_states, load))
+    if any(form_of(param) for group in optimizer.param_groups for param in group["params"]):
+        optimizer.register_state_dict_post_hook(functools.partial(_with_states, form_of, show))
+        optimizer.register_load_state_dict_pre_hook(functools.partial(_with_states, form_of, load))
 
 
 def _with_states(
-    change: Callable[[Mapping[int, Any], States], States],
+    form_of: Callable[[Any], Any],
+    change: _Change,
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
 ) -> dict[str, Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    states = change(dict(zip(numbers, params, strict=True)), saved["state"])
-    return {**saved, "state": states}
+    named = zip(numbers, params, strict=True)
+    forms = {n: (param, form) for n, param in named if (form := form_of(param)) is not None}
+    return {**saved, "state": change(forms, saved["state"])}
 
 
 def show_usual_order(module: nn.Module) -> None:
@@ -301,27 +304,28 @@ def show_usual_order_of_states(optimizer: torch.optim.Optimizer) -> None:
 
     Collective: no, but each state dict is from then on, over the ranks of the parameters.
     """
-    if any(order_of(p) for group in optimizer.param_groups for p in group["params"]):
-        show_usual_states(
-            optimizer,
-            functools.partial(_in_order, to_model=True),
-            functools.partial(_in_order, to_model=False),
-        )
+    show_usual_states(
+        optimizer,
+        order_of,
+        functools.partial(_in_order, to_model=True),
+        functools.partial(_in_order, to_model=False),
+    )
 
 
-def _in_order(params: Mapping[int, Any], states: States, *, to_model: bool) -> States:
+def _in_order(
+    forms: Mapping[int, tuple[Any, RowOrder]], states: States, *, to_model: bool
+) -> States:
     """Returns states whose tensors for fused parameters are in the other order."""
     change = to_model_order if to_model else to_ranks_order
     changed = dict(states)
-    for number, param in params.items():
-        if (order := order_of(param)) is None or number not in states:
-            continue
+    for number, (param, order) in forms.items():
         # Other tensors of a state are no rows: a step, or a moment that is factored.
         before = param.shape if to_model else order.shape_in_model(param.shape)
-        changed[number] = {
-            key: change(value, order, param)
-            if isinstance(value, torch.Tensor) and value.shape == before
-            else value
-            for key, value in states[number].items()
-        }
+        if number in states:
+            changed[number] = {
+                key: change(value, order, param)
+                if isinstance(value, torch.Tensor) and value.shape == before
+                else value
+                for key, value in states[number].items()
+            }
     return changed

@@ -225,42 +225,37 @@ def show_all_states(optimizer: torch.optim.Optimizer) -> None:
 
     Collective: no, but each state dict is from then on, over the ranks of one copy of the model.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(held_by(param) for param in params):
-        show_usual_states(optimizer, _shown_states, _loaded_states)
+    show_usual_states(optimizer, held_by, _shown_states, _loaded_states)
 
 
 @torch.no_grad()
-def _shown_states(params: Mapping[int, Any], states: States) -> States:
-    holders = {n: held for n, param in params.items() if (held := held_by(param)) is not None}
-    if not holders:
-        return states
+def _shown_states(forms: Mapping[int, tuple[Any, Held]], states: States) -> States:
     # Of a tensor that is divided as its parameter is, ranks tell each other the dtype; of others
     # the value.
     told: dict[int, dict[Any, tuple[torch.dtype | None, Any]]] = {}
-    for number in holders:
-        if not is_elsewhere(params[number]):
+    for number, (param, _) in forms.items():
+        if not is_elsewhere(param):
             told[number] = {
                 key: (value.dtype, None)
-                if isinstance(value, torch.Tensor) and value.shape == params[number].shape
+                if isinstance(value, torch.Tensor) and value.shape == param.shape
                 else (None, value)
                 for key, value in states.get(number, {}).items()
             }
-    mesh = next(iter(holders.values())).mesh
+    mesh = next(held.mesh for _, held in forms.values())
     everyone: list[Any] = [None] * mesh.degree
     dist.all_gather_object(everyone, told, group=mesh.group)
     known = {number: entry for one in everyone for number, entry in one.items()}
     parts: dict[tuple[int, Any], _Part] = {}
-    for number, held in holders.items():
+    for number, (param, held) in forms.items():
         for key, (dtype, _) in known[number].items():
             if dtype is not None:
                 value = states.get(number, {}).get(key)
-                if value is None or is_elsewhere(params[number]):
+                if value is None or is_elsewhere(param):
                     value = torch.empty(0, dtype=dtype)
-                parts[number, key] = _part(held, params[number], value)
+                parts[number, key] = _part(held, param, value)
     shown = _to_all(parts)
-    changed = {number: state for number, state in states.items() if number not in holders}
-    for number in holders:
+    changed = {number: state for number, state in states.items() if number not in forms}
+    for number in forms:
         if known[number]:
             changed[number] = {
                 key: shown.get((number, key), value) for key, (_, value) in known[number].items()
@@ -269,16 +264,16 @@ def _shown_states(params: Mapping[int, Any], states: States) -> States:
 
 
 @torch.no_grad()
-def _loaded_states(params: Mapping[int, Any], states: States) -> States:
+def _loaded_states(forms: Mapping[int, tuple[Any, Held]], states: States) -> States:
     loaded = _to_own(
         {
             (number, key): (value, param, held)
-            for number, param in params.items()
-            if (held := held_by(param)) is not None
+            for number, (param, held) in forms.items()
             for key, value in states.get(number, {}).items()
         }
     )
-    changed = {n: state for n, state in states.items() if not is_elsewhere(params.get(n))}
+    elsewhere = {number for number, (param, _) in forms.items() if is_elsewhere(param)}
+    changed = {number: state for number, state in states.items() if number not in elsewhere}
     for (number, key), value in loaded.items():
         if number in changed:
             changed[number] = {**changed[number], key: value}

@@ -32,7 +32,8 @@ class SequencePlan:
 
     model: str
     """name of the module that is given batches"""
-    attention: tuple[str, ...]
+    attention: Mapping[str, Kind]
+    """by name"""
     degree: int
     tensor_degree: int
     """ranks of a tensor group, which have the same positions"""
@@ -78,7 +79,7 @@ def plan_sequences(facts: ModelFacts, spec: SequenceSpec) -> SequencePlan:
     tensor_degree = 1 if tensor is None else tensor.degree
     return SequencePlan(
         model=name,
-        attention=tuple(attention),
+        attention=attention,
         degree=spec.degree,
         tensor_degree=tensor_degree,
         method=_method(spec, modules, attention, tensor_degree),
@@ -96,10 +97,8 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
     # A mesh of its own, because FSDP2 shards over all of these ranks and knows no such axis.
     axes = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("data", "sp", "tp"))
     attention, model = {name: modules[name] for name in plan.attention}, modules[plan.model]
-    kinds = [kind_of(module) for module in attention.values()]
-    first, device = plan.attention[0], torch.device(mesh.device_type)
-    assert kinds[0] is not None
-    rules = kinds[0].mask_rules(model, modules, first, device)
+    first, kind = next(iter(plan.attention.items()))
+    rules = kind.mask_rules(model, modules, first, torch.device(mesh.device_type))
     if plan.documents == "apart":
         rules = dataclasses.replace(rules, documents="always", takes_sequence_id=True)
     around = [
@@ -133,9 +132,8 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
     )
     # A compiled graph ends here: the parts of the sequence are those of each forward.
     attend: Any = torch.compiler.disable(group.attend)
-    for kind, module in zip(kinds, attention.values(), strict=True):
-        assert kind is not None
-        kind.connect(module, attend)
+    for name, kind in plan.attention.items():
+        kind.connect(modules[name], attend)
     # A block that runs again in backward is not called through the model.
     tree.recalls.append(group.recalling)
     return group

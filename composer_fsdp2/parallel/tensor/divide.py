@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2.parallel.held import held_by
 from composer_fsdp2.parallel.row_order import RowOrder, part_of, set_order, show_usual_order
@@ -66,9 +65,8 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
             if param is None or id(param) in done:
                 continue
             refs = places[same[id(param)]]
-            placement, order = _layout(cut, attribute, module, plan.degree, padding)
-            stays = refs[0].name in on_meta
-            new = _divided(param, placement, mesh, order, keep_on_meta=stays)
+            dim, stays = cut.dim_of(attribute, module), refs[0].name in on_meta
+            new = _divided(param, dim, cut.blocks, padding, mesh, keep_on_meta=stays)
             for ref in refs:
                 holds = tree.paths[ref.path_index].module
                 holds._parameters[ref.name.rpartition(".")[2]] = ref.param = new
@@ -89,26 +87,13 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
             first.param.register_post_accumulate_grad_hook(average)
 
 
-def _layout(
-    cut: Cut, attribute: str, module: nn.Module, degree: int, padding: int
-) -> tuple[Placement, RowOrder | None]:
-    """How a parameter is divided, and the order of its rows where that is not the model's."""
-    dim = cut.dim_of(attribute, module)
-    if dim is None:
-        return Replicate(), None
-    # Parts that follow each other in the model do so on the ranks.
-    if len(cut.blocks) < 2 and not padding:
-        return Shard(dim), None
-    size = module.get_parameter(attribute).shape[dim]
-    return Shard(dim), RowOrder(cut.blocks or (size,), degree, dim, padding)
-
-
 @torch.no_grad()
 def _divided(
     param: nn.Parameter,
-    placement: Placement,
+    dim: int | None,
+    blocks: tuple[int, ...],
+    padding: int,
     mesh: DeviceMesh,
-    order: RowOrder | None,
     *,
     keep_on_meta: bool,
 ) -> nn.Parameter:
@@ -120,8 +105,13 @@ def _divided(
     if not pretends and not keep_on_meta:
         # Each rank cuts its part out of rank 0's whole weight, one weight at a time.
         broadcast_from_rank0(whole, device)
-    whole = whole if order is None else order.to_ranks(whole)
-    new = nn.Parameter(part_of(whole, mesh, [placement]), requires_grad=param.requires_grad)
+    order = None
+    # Parts that follow each other in the model do so on the ranks.
+    if dim is not None and (len(blocks) > 1 or padding):
+        order = RowOrder(blocks or (whole.shape[dim],), mesh.size(), dim, padding)
+        whole = order.to_ranks(whole)
+    part = part_of(whole, mesh, [Replicate() if dim is None else Shard(dim)])
+    new = nn.Parameter(part, requires_grad=param.requires_grad)
     # Users mark parameters (`_no_weight_decay`) and hang hooks on them before they are divided.
     vars(new).update(vars(param))
     copy_hooks(param, new)
