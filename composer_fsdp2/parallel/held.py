@@ -133,19 +133,18 @@ class Held:
         assert whole is not None
         return part_of(whole, usual, [*[Replicate()] * (usual.ndim - 1), Shard(0)])
 
-    def from_usual(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def from_usual(self, value: torch.Tensor, like: Any) -> torch.Tensor:
         """Returns a tensor as this rank holds it: the reverse of `to_usual`.
 
         Collective: yes, over the ranks that share one copy of the model, for a DTensor.
 
         Args:
             value: sharded over all ranks, or whole.
-            like: divided as the parameter is.
+            like: a DTensor that is divided as the parameter is.
         """
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if self.place != self.mesh.place:
             return like
-        assert isinstance(like, DTensor)
         return part_of(self.own(whole), like.device_mesh, like.placements)
 
 

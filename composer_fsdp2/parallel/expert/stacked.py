@@ -72,11 +72,10 @@ class StackedExperts(ExpertLayer):
     Args:
         experts: of which `stack_size` is known.
         mesh: the ranks that hold them.
+        count: how many there are.
     """
 
-    def __init__(self, experts: Any, mesh: Holders) -> None:
-        count = stack_size(experts)
-        assert count is not None
+    def __init__(self, experts: Any, mesh: Holders, count: int) -> None:
         self.begin(mesh, count)
         self._experts, self._compute = experts, experts.forward
         self._is_of_foundry = _is_of_foundry(experts)

@@ -110,7 +110,7 @@ class ExpertParallel(Division["ExpertPlan"]):
         for held in plan.lists:
             block, experts = modules[held.name.rpartition(".")[0]], modules[held.name]
             if not isinstance(experts, nn.ModuleList):
-                StackedExperts(experts, ranks)
+                StackedExperts(experts, ranks, held.count)
                 continue
             known = known_block(block)
             assert known is not None
