@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from composer_fsdp2 import Muon, clip_grad_norm_, full_tensor, install, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.norms import gradient_norm, local_part
-from composer_fsdp2.parallel.expert.exchange import Routing, exchange
-from composer_fsdp2.parallel.expert.experts import ExpertLayer
+from composer_fsdp2.parallel.expert.experts import ExpertLayer, Routing, exchange
 from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
 from composer_fsdp2.parallel.held import is_elsewhere, layer_of
 from composer_fsdp2.parallel.row_order import group_dividing

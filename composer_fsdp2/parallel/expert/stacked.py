@@ -76,7 +76,7 @@ class StackedExperts(ExpertLayer):
     """
 
     def __init__(self, experts: Any, mesh: Holders, count: int) -> None:
-        self.begin(mesh, count)
+        self.mesh, self.count = mesh, count
         self._experts, self._compute = experts, experts.forward
         self._is_of_foundry = _is_of_foundry(experts)
         setattr(experts, LAYER, self)
