@@ -130,9 +130,8 @@ class _Exchange(torch.autograd.Function):
 def _send(
     rows: torch.Tensor, routing: Routing, group: dist.ProcessGroup, back: bool
 ) -> torch.Tensor:
-    sent, received = routing.sent, routing.received
-    if back:
-        sent, received = received, sent
+    sides = routing.sent, routing.received
+    sent, received = reversed(sides) if back else sides
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived

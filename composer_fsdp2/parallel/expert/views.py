@@ -63,9 +63,8 @@ class _Part:
 def _part(held: Held, param: DTensor, value: torch.Tensor) -> _Part:
     """A parameter or a value that is divided like it."""
     local = value.to_local() if isinstance(value, DTensor) else value
-    # Where the backend of the mesh sends it.
-    local = local.to(param.device_mesh.device_type)
-    return _Part(held, held.whole_shape(param.shape), local)
+    # The backend of the mesh sends from its own devices.
+    return _Part(held, held.whole_shape(param.shape), local.to(param.device_mesh.device_type))
 
 
 def _shared(one: _Block, other: _Block) -> _Block:
@@ -162,8 +161,7 @@ def _to_own(values: Mapping[Any, tuple[Any, DTensor, Held]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     spread: dict[Any, _Part] = {}
     for key, (value, param, held) in values.items():
-        whole = held.whole_shape(param.shape)
-        if not isinstance(value, torch.Tensor) or value.shape != whole:
+        if not isinstance(value, torch.Tensor) or value.shape != held.whole_shape(param.shape):
             continue  # torch says what is wrong
         # On the parameter's mesh somebody has taken it from the parameters, and not from a state
         # dict, or torch has divided a whole tensor of a file as it divides this rank's slice.

@@ -205,9 +205,8 @@ class SequenceGroup(RankGroup):
 
     def _refuse_inputs(self, given: Mapping[str, Any], length: int) -> None:
         for name, value in given.items():
-            if name in (*_CUT, *_REBUILT) or not isinstance(value, torch.Tensor):
-                continue
-            if length in value.shape[1:]:
+            is_known = name in (*_CUT, *_REBUILT) or not isinstance(value, torch.Tensor)
+            if not is_known and length in value.shape[1:]:
                 raise PlanError(
                     f"The model was given '{name}' of shape {tuple(value.shape)}, and sequences of "
                     f"{length} tokens are divided between {self.size} ranks. It is not known how "

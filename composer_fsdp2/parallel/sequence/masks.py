@@ -65,10 +65,10 @@ class SequenceParts:
         size = self.padded // self.count
         return [(part * size, (part + 1) * size) for part in self.parts_of(rank)]
 
-    def cut(self, whole: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
+    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """Returns a rank's positions of a tensor that holds all of them, padding included."""
-        spans = [whole.narrow(dim, a, b - a) for a, b in self.spans_of(rank)]
-        return spans[0] if len(spans) == 1 else torch.cat(spans, dim)
+        spans = [whole[:, begin:end] for begin, end in self.spans_of(rank)]
+        return spans[0] if len(spans) == 1 else torch.cat(spans, 1)
 
     def put_together(self, gathered: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns a tensor in the order of positions that has all ranks' parts one after the other.

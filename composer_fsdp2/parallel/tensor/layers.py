@@ -333,8 +333,9 @@ def _check_between(search: _Search) -> None:
             home, is_adapter = home_of(name, search.modules)
             kinds.setdefault(home, set()).update(() if is_adapter else (cut.kind,))
     covered = search.cuts.keys() | search.beside
-    names = [ref.name for ref in search.tree.params]
-    uncovered = [name for name in names if name.rpartition(".")[0] not in covered]
+    uncovered = [
+        ref.name for ref in search.tree.params if ref.name.rpartition(".")[0] not in covered
+    ]
     for parent, found in kinds.items():
         if found != {"columns", "rows"}:
             raise PlanError(
