@@ -11,16 +11,17 @@ Every rank of the group takes part in every exchange of forward and backward, al
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from composer_fsdp2.parallel.exchange import exchange_tensor
 from composer_fsdp2.parallel.expert.views import show_all_experts
 from composer_fsdp2.parallel.held import Held, HeldLayer, Holders
 from composer_fsdp2.parallel.row_order import rows_of
@@ -104,31 +105,13 @@ def exchange(
         group: of the ranks that hold the experts between them.
         back: from the experts to the tokens.
     """
-    arrived: Any = _Exchange.apply(rows, routing, group, back)
-    return arrived
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all, whose backward is that of the other way.
-
-    Not torch's own, whose results leak where a block is computed again in backward:
-    https://github.com/pytorch/pytorch/issues/161186
-    """
-
-    @staticmethod
-    def forward(  # pyright: ignore
-        ctx: Any, rows: torch.Tensor, routing: Routing, group: dist.ProcessGroup, back: bool
-    ) -> torch.Tensor:
-        ctx.routing, ctx.group, ctx.back = routing, group, back
-        return _send(rows, routing, group, back)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore
-        return _send(grad, ctx.routing, ctx.group, not ctx.back), None, None, None
+    # The graph of this forward keeps the routing: see `ExpertLayer.recall`.
+    there = functools.partial(_send, routing, group, back)
+    return exchange_tensor(rows, there, functools.partial(_send, routing, group, not back))
 
 
 def _send(
-    rows: torch.Tensor, routing: Routing, group: dist.ProcessGroup, back: bool
+    routing: Routing, group: dist.ProcessGroup, back: bool, rows: torch.Tensor
 ) -> torch.Tensor:
     sides = routing.sent, routing.received
     sent, received = reversed(sides) if back else sides

@@ -19,12 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composer_fsdp2.parallel.held import Held, held_by, is_elsewhere
-from composer_fsdp2.parallel.row_order import (
-    States,
-    rows_of,
-    show_usual_form,
-    show_usual_states,
-)
+from composer_fsdp2.parallel.row_order import States, rows_of, show_usual_form, show_usual_states
 from composer_fsdp2.torch_private.tensors import dtensor_like
 
 __all__ = ["show_all_experts", "show_all_states"]

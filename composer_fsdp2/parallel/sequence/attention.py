@@ -18,6 +18,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.exchange import exchange_tensor
 from composer_fsdp2.parallel.sequence.masks import (
     BLOCK,
     AttentionCall,
@@ -270,26 +271,6 @@ def sequence_attention(
 # --- Exchanges, forward and backward, on any backend ---
 
 
-class _AllToAll(torch.autograd.Function):
-    """Sends the i-th part of the first dimension to rank i. Its gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_to_all(sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_to_all(grads[0], ctx.group), None
-
-
-def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    sent = sent.contiguous()  # one buffer, whose parts lie one after the other
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group)
-    return got
-
-
 def _exchanged(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, given: int, got: int
 ) -> torch.Tensor:
@@ -303,28 +284,17 @@ def _exchanged(
         given: the dimension that a rank has a part of afterwards: heads or positions.
         got: the one whose parts come, one after the other in the order of the ranks.
     """
-    arrived: Any = _AllToAll.apply(torch.stack(tensor.chunk(group.size(), given)), group)
+    # The i-th part goes to rank i. Gradients go back the same way.
+    swap = functools.partial(_all_to_all, group)
+    arrived = exchange_tensor(torch.stack(tensor.chunk(group.size(), given)), swap, swap)
     return torch.cat(arrived.unbind(), got)
 
 
-class _Gather(torch.autograd.Function):
-    """All ranks' tensors, one after the other in the first dimension; gradients are added up."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        own = own.contiguous()
-        got = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
-        all_gather_tensor(got, own, group)
-        return got
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # As an all-to-all: gloo of older torch has no reduce-scatter of one tensor, and the sum is
-        # in the order of the ranks everywhere.
-        grad = grads[0]
-        parts = _all_to_all(grad, ctx.group).view(ctx.group.size(), -1, *grad.shape[1:])
-        return parts.sum(0), None
+def _all_to_all(group: dist.ProcessGroup, sent: torch.Tensor) -> torch.Tensor:
+    sent = sent.contiguous()  # one buffer, whose parts lie one after the other
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent, group=group)
+    return got
 
 
 def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -337,23 +307,21 @@ def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     Returns:
         (batch, heads, ranks x local positions, size), in the order of the ranks.
     """
-    got: Any = _Gather.apply(tensor.movedim(2, 0), group)
-    return got.movedim(0, 2)
+    there, back = functools.partial(_gathered, group), functools.partial(_parts_added, group)
+    return exchange_tensor(tensor.movedim(2, 0), there, back).movedim(0, 2)
 
 
-class _WholeLoss(torch.autograd.Function):
-    """The sum over the group. FSDP2 averages gradients over all ranks, and these add up."""
+def _gathered(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+    own = own.contiguous()
+    got = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
+    all_gather_tensor(got, own, group)
+    return got
 
-    @staticmethod
-    def forward(ctx: Any, term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.ranks = group.size()
-        total = term.detach().clone()  # added up in place
-        dist.all_reduce(total, group=group)
-        return total
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] * ctx.ranks, None
+def _parts_added(group: dist.ProcessGroup, grad: torch.Tensor) -> torch.Tensor:
+    # As an all-to-all: gloo of older torch has no reduce-scatter of one tensor, and the sum is
+    # in the order of the ranks everywhere.
+    return _all_to_all(group, grad).view(group.size(), -1, *grad.shape[1:]).sum(0)
 
 
 def whole_loss(term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -362,5 +330,10 @@ def whole_loss(term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     Collective: yes, over the group. The gradient is multiplied by the number of ranks in the group,
     because FSDP2 divides by all ranks while a sequence counts once.
     """
-    total: Any = _WholeLoss.apply(term, group)
-    return total
+
+    def there(own: torch.Tensor) -> torch.Tensor:
+        total = own.detach().clone()  # added up in place
+        dist.all_reduce(total, group=group)
+        return total
+
+    return exchange_tensor(term, there, lambda grad: grad * group.size())
