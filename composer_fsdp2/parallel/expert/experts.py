@@ -74,14 +74,12 @@ class Routing:
         mine.index_add_(0, pairs, torch.ones_like(pairs))
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=group)
-        # The one time that the host waits for the device.
-        if is_fake(group):
-            # Nothing is sent: experts get equally many rows.
+        if is_fake(group):  # nothing is sent: experts get equally many rows
             share, rest = divmod(pairs.numel(), count)
             sizes = [share + (number < rest) for number in range(count)]
             own = [sizes[at : at + count // ranks] for at in range(0, count, count // ranks)]
             numbers = [own, [own[group.rank()]] * ranks]
-        else:
+        else:  # the one time that the host waits for the device
             numbers = torch.stack((mine, theirs)).view(2, ranks, -1).tolist()
         sent, received = ([sum(rows) for rows in side] for side in numbers)
         held = torch.arange(count // ranks, device=chosen.device).repeat(ranks)
@@ -113,8 +111,8 @@ def exchange(
 def _send(
     routing: Routing, group: dist.ProcessGroup, back: bool, rows: torch.Tensor
 ) -> torch.Tensor:
-    sides = routing.sent, routing.received
-    sent, received = reversed(sides) if back else sides
+    ways = routing.sent, routing.received
+    sent, received = ways[::-1] if back else ways
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
