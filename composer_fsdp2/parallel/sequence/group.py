@@ -212,18 +212,17 @@ class SequenceGroup(RankGroup):
                     f"{length} tokens are divided between {self.size} ranks. It is not known how "
                     "it is divided. Leave it out, or take sequence_parallel out."
                 )
-        if self._learned is None:
-            return
-        name, known = self._learned
-        positions = given.get("position_ids")
-        last = length - 1 if positions is None else int(positions.max())
-        # Refused before one rank finds no embedding of its last position, and others wait for it.
-        if last >= known:
-            raise PlanError(
-                f"The model was given position {last}, and '{name}' has {known}, from 0 on. The "
-                f"rank with the end of the sequence would find none. Cut sequences to {known} "
-                "tokens, or take a model with rotary embeddings."
-            )
+        if self._learned is not None:
+            name, known = self._learned
+            positions = given.get("position_ids")
+            last = length - 1 if positions is None else int(positions.max())
+            # Before one rank finds no embedding of its last position, and others wait for it.
+            if last >= known:
+                raise PlanError(
+                    f"The model was given position {last}, and '{name}' has {known}, from 0 on. "
+                    "The rank with the end of the sequence would find none. Cut sequences to "
+                    f"{known} tokens, or take a model with rotary embeddings."
+                )
 
     def _shared(self, given: Mapping[str, Any], mask: Any, parts: SequenceParts) -> SharedSequence:
         rules, is_real, own = self._rules, None, None
