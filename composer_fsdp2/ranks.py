@@ -94,7 +94,19 @@ def raise_on_all_ranks(
                 for text, source in zip(texts, (0, rank), strict=True):
                     source = source if group is None else dist.get_global_rank(group, source)
                     dist.broadcast_object_list(text, source, group)
-                raise PlanError(_difference(name, texts[0][0], texts[1][0], rank))
+                ours, other = (text[0].splitlines() for text in texts)
+                lines = difflib.unified_diff(
+                    ours, other, "rank 0", f"rank {rank}", lineterm="", n=1
+                )
+                shown = list(lines)
+                more = f"\n... and {len(shown) - 40} more lines" if len(shown) > 40 else ""
+                raise PlanError(
+                    f"Ranks 0 and {rank} hold a different {name}. They would wait for different "
+                    "collectives and hang, or mix gradients of different parameters. Build the "
+                    "same model from the same configuration on every rank. The difference:\n"
+                    + "\n".join(shown[:40])
+                    + more
+                )
     return [theirs for _, theirs in everyone]
 
 
@@ -144,19 +156,6 @@ def _raise_first(
     if add_note is not None:
         add_note(f"Raised on rank {rank}, at {failed.where}")
     raise raised
-
-
-def _difference(name: str, mine: str, theirs: str, rank: int) -> str:
-    lines = difflib.unified_diff(
-        mine.splitlines(), theirs.splitlines(), "rank 0", f"rank {rank}", lineterm="", n=1
-    )
-    shown = list(lines)
-    more = f"\n... and {len(shown) - 40} more lines" if len(shown) > 40 else ""
-    return (
-        f"Ranks 0 and {rank} hold a different {name}. They would wait for different collectives "
-        "and hang, or mix gradients of different parameters. Build the same model from the same "
-        "configuration on every rank. The difference:\n" + "\n".join(shown[:40]) + more
-    )
 
 
 _VARIABLES = (

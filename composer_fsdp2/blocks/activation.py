@@ -16,7 +16,7 @@ import functools
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -228,8 +228,8 @@ def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> Non
     `named_modules()` and `named_parameters()` of outer modules gain `_checkpoint_wrapped_module`.
 
     Args:
-        model: the model of the plan, before it is sharded, or its tree, whose `recalls` are
-            entered when blocks run again.
+        model: the model of the plan, before it is sharded, or its tree, whose `recall` is entered
+            when blocks run again.
         plan: from `plan_activation`.
 
     Source:
@@ -244,12 +244,23 @@ def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> Non
         ['0.weight', '0.bias']
     """
     tree = ModuleTree.read(model)
-    wanted = set(plan.modules)
-    wrapped = {entry.path for entry in tree.paths if is_wrapper(entry.module)}
+    kwargs: dict[str, Any] = {"preserve_rng_state": plan.preserve_rng_state}
+    if plan.selective:
+        # Units inside a module mark what they gather in a profile, which they do in another order
+        # when they are run again; newer torch would take that for another computation.
+        SAC_IGNORED_OPS.update(PROFILER_MARKS)
+        kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+            kwargs["respect_saved_tensors_hooks"] = plan.offload
+    if tree.recall is not None:
+        base = kwargs.get("context_fn", noop_context_fn)
+        kwargs["context_fn"] = functools.partial(_contexts, base, tree.recall)
+    left = set(plan.modules) - {entry.path for entry in tree.paths if is_wrapper(entry.module)}
     wrappers: dict[int, nn.Module] = {}
-    for name, module in tree.modules():
-        if name in wanted and name not in wrapped:
-            wrappers[id(module)] = _wrap(module, plan, tree.recalls)
+    for module in (module for name, module in tree.modules() if name in left):
+        # Non-reentrant, which is the default of torch's wrapper.
+        inner = checkpoint_wrapper(module, **kwargs) if plan.recompute else module
+        wrappers[id(module)] = _Offload(inner) if plan.offload else inner
     for _, parent in tree.modules():
         for name, child in parent._modules.items():
             if child is not None and id(child) in wrappers:
@@ -257,37 +268,19 @@ def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> Non
 
 
 def _contexts(
-    base: Callable[[], tuple[Any, Any]], recalls: Sequence[Recall]
+    base: Callable[[], tuple[Any, Any]], recall: Recall
 ) -> tuple[Any, contextlib.AbstractContextManager[None]]:
     """Returns the contexts of a block's forward, and of the time when it runs again."""
     forward, again = base()
-    return forward, _all_of([again, *(recall() for recall in recalls)])
+    return forward, _both(again, recall())
 
 
 @contextlib.contextmanager
-def _all_of(contexts: Sequence[contextlib.AbstractContextManager[Any]]) -> Generator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _both(
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Generator[None]:
+    with outer, inner:
         yield
-
-
-def _wrap(module: nn.Module, plan: ActivationPlan, recalls: Sequence[Recall]) -> nn.Module:
-    if plan.recompute:
-        kwargs: dict[str, Any] = {"preserve_rng_state": plan.preserve_rng_state}
-        if plan.selective:
-            # Units inside the module mark what they gather in a profile, which they do in another
-            # order when they are run again; newer torch would take that for another computation.
-            SAC_IGNORED_OPS.update(PROFILER_MARKS)
-            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
-            if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
-                kwargs["respect_saved_tensors_hooks"] = plan.offload
-        if recalls:
-            base = kwargs.get("context_fn", noop_context_fn)
-            kwargs["context_fn"] = functools.partial(_contexts, base, recalls)
-        # Non-reentrant, which is the default of torch's wrapper.
-        module = checkpoint_wrapper(module, **kwargs)
-    return _Offload(module) if plan.offload else module
 
 
 _KEEPS = ContextVar("keeps", default=True)

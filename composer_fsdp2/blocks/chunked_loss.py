@@ -34,7 +34,7 @@ from composer_fsdp2.blocks.vocabulary_loss import (
 from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.patterns import outer_names, select_modules
+from composer_fsdp2.plan.patterns import select_modules
 from composer_fsdp2.plan.rules import output_heads
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.torch_private.tensors import (
@@ -49,7 +49,6 @@ __all__ = [
     "ChunkedLogits",
     "ChunkedLoss",
     "ChunkingPlan",
-    "kept_for_loss",
     "plan_chunking",
 ]
 
@@ -178,8 +177,7 @@ class HeadCall:
 
         if self.chunks == 1:
             return loss(rows)
-        computed: Any = checkpoint(loss, rows, use_reentrant=False)
-        return computed
+        return checkpoint(loss, rows, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
     def result_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Returns targets, losses and likeliest classes, if the last loss had these rows."""
@@ -431,31 +429,6 @@ def plan_chunking(model: nn.Module | ModuleTree, settings: ChunkingSpec) -> Chun
     return ChunkingPlan(heads=tuple(heads), chunks=settings.chunks)
 
 
-def kept_for_loss(plan: WrapPlan, chunked: ChunkingPlan) -> WrapPlan:
-    """Returns the units, of which those that own a head keep their weights after forward.
-
-    Collective: no.
-
-    Raises:
-        PlanError: for a unit inside a head.
-    """
-    for name in (name for unit in plan.units for name in unit.modules):
-        if around := set(outer_names(name)).difference([name]).intersection(chunked.heads):
-            raise PlanError(
-                f"'{name}' inside the head '{min(around)}' is an FSDP unit. With chunked_loss it "
-                "would be gathered once for each chunk. Take it out of wrap_policy, or "
-                "chunked_loss out."
-            )
-    prefixes = tuple(f"{head}." for head in chunked.heads)
-    units = [
-        replace(unit, reshard_after_forward=False)
-        if any(name.startswith(prefixes) for name in unit.params)
-        else unit
-        for unit in plan.units
-    ]
-    return replace(plan, units=tuple(units))
-
-
 class ChunkedLoss(Transformation[ChunkingPlan]):
     """Runs head and loss on one part of the tokens after the other: `chunked_loss`."""
 
@@ -470,8 +443,27 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
         return None if spec is None else plan_chunking(facts.tree, spec)
 
     def adjust_units(self, plan: ChunkingPlan, units: WrapPlan) -> WrapPlan:
-        """Returns the units with those of the heads kept after forward."""
-        return kept_for_loss(units, plan)
+        """Returns the units, of which those that own a head keep their weights after forward.
+
+        Raises:
+            PlanError: for a unit inside a head.
+        """
+        prefixes = tuple(f"{head}." for head in plan.heads)
+        for name in (name for unit in units.units for name in unit.modules):
+            if name.startswith(prefixes):
+                head = min(head for head in plan.heads if name.startswith(f"{head}."))
+                raise PlanError(
+                    f"'{name}' inside the head '{head}' is an FSDP unit. With chunked_loss it "
+                    "would be gathered once for each chunk. Take it out of wrap_policy, or "
+                    "chunked_loss out."
+                )
+        kept = [
+            replace(unit, reshard_after_forward=False)
+            if any(name.startswith(prefixes) for name in unit.params)
+            else unit
+            for unit in units.units
+        ]
+        return replace(units, units=tuple(kept))
 
     def apply(self, tree: ModuleTree, plan: ChunkingPlan) -> None:
         """Lets the heads of the plan leave their logits to the loss, in place.

@@ -103,9 +103,9 @@ class CompileBlocks(Transformation[CompilePlan]):
         for name in plan.modules:
             above, _, last = name.rpartition(".")
             module: Any = tree.root.get_submodule(above)._modules[last] if name else tree.root
-            # The graph is around wrappers, but for the one that offloads, and but for contexts
-            # that are entered when a block runs again.
-            while isinstance(module, OffloadWrapper) or (tree.recalls and is_wrapper(module)):
+            # The graph is around wrappers, but for the one that offloads, and but for a
+            # context that is entered when a block runs again.
+            while isinstance(module, OffloadWrapper) or (tree.recall and is_wrapper(module)):
                 module = wrapped_module(module)
             if isinstance(module.forward, ChunkedHead):
                 continue  # which computes when the loss asks for it

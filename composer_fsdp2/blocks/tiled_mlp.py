@@ -137,8 +137,7 @@ class _Tiled:
         if inputs.size(1) < 2:
             return self.whole(inputs)  # a token at a time, as in generation
         tiles = inputs.tensor_split(min(self.shards, inputs.size(1)), dim=1)
-        compiling = torch.compiler.is_compiling()
-        with contextlib.nullcontext() if compiling else keeping_nothing():
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else keeping_nothing():
             if type(self.module) not in self.compared:
                 fault = self._difference(inputs, tiles)
                 error = PlanError(

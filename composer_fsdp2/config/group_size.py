@@ -39,28 +39,23 @@ def with_keys_inside(config: Mapping[Any, Any]) -> dict[Any, Any]:
     """
     moved = dict(config)
     for key, inside in BESIDE.items():
-        moved = _moved(moved, key, inside)
+        if (written := moved.pop(key, None)) is None:
+            continue
+        block = moved.get("fsdp2", False)
+        block = {} if block is None else block
+        if not isinstance(block, Mapping):
+            raise ConfigError(
+                f"parallelism_config has '{key}' without 'fsdp2' as a mapping beside it. "
+                f"{_WHAT[key]} are divided between ranks that shard the model with FSDP2. Write "
+                f"parallelism_config: {{fsdp2: {{}}, {key}: {{degree: 2}}}}."
+            )
+        if block.get(inside) is not None:
+            raise ConfigError(
+                f"Both '{key}' and 'fsdp2.{inside}' of parallelism_config are set. They "
+                "are the same setting, and one of them would have no effect. Take one of them out."
+            )
+        moved["fsdp2"] = {**block, inside: written}
     return moved
-
-
-def _moved(config: Mapping[Any, Any], written: str, inside: str) -> dict[Any, Any]:
-    moved = {key: value for key, value in config.items() if key != written}
-    if config.get(written) is None:
-        return moved
-    block = moved.get("fsdp2")
-    block = {} if block is None and "fsdp2" in moved else block
-    if not isinstance(block, Mapping):
-        raise ConfigError(
-            f"parallelism_config has '{written}' without 'fsdp2' as a mapping beside it. "
-            f"{_WHAT[written]} are divided between ranks that shard the model with FSDP2. Write "
-            f"parallelism_config: {{fsdp2: {{}}, {written}: {{degree: 2}}}}."
-        )
-    if block.get(inside) is not None:
-        raise ConfigError(
-            f"Both '{written}' and 'fsdp2.{inside}' of parallelism_config are set. They "
-            "are the same setting, and one of them would have no effect. Take one of them out."
-        )
-    return {**moved, "fsdp2": {**block, inside: config[written]}}
 
 
 _WHAT = {SEQUENCE_KEY: "Sequences", "ep": "Experts"}

@@ -84,12 +84,6 @@ _UNUSED = ValueType(
 )
 
 
-_LOAD_PLANNER = null_or(
-    with_methods("a LoadPlanner", "set_up_planner", "create_local_plan", "load_bytes")
-)
-_SAVE_PLANNER = null_or(
-    with_methods("a SavePlanner", "set_up_planner", "create_local_plan", "resolve_data")
-)
 _LOCAL_STEP = ValueType(
     expected="auto, true or false",
     accepts=lambda value: isinstance(value, bool) or value == "auto",
@@ -432,10 +426,18 @@ class FSDP2Config:
         costs="Rank 0 sends the weights to the others.",
     )
     load_planner: Any = setting(
-        None, _LOAD_PLANNER, "Load planner of torch's distributed checkpoint.", same_on_ranks=False
+        None,
+        null_or(with_methods("a LoadPlanner", "set_up_planner", "create_local_plan", "load_bytes")),
+        "Load planner of torch's distributed checkpoint.",
+        same_on_ranks=False,
     )
     save_planner: Any = setting(
-        None, _SAVE_PLANNER, "Save planner of torch's distributed checkpoint.", same_on_ranks=False
+        None,
+        null_or(
+            with_methods("a SavePlanner", "set_up_planner", "create_local_plan", "resolve_data")
+        ),
+        "Save planner of torch's distributed checkpoint.",
+        same_on_ranks=False,
     )
     sharded_ckpt_prefix_dir: str = setting(
         "ep{epoch}-ba{batch}",
@@ -466,8 +468,8 @@ class FSDP2Config:
 
     def __post_init__(self) -> None:
         """Applies the checks of `parse_config` to a config built by hand."""
-        where = "FSDP2Config.extra"
-        errors = unknown_keys([k for k in self.extra if k not in _DECLARED], _DECLARED, where)
+        unknown = [key for key in self.extra if key not in _DECLARED]
+        errors = unknown_keys(unknown, _DECLARED, "FSDP2Config.extra")
         defaults = {name: declared.default for name, declared in _DECLARED.items()}
         object.__setattr__(self, "extra", {**defaults, **self.extra})
         _check_all(values_of(self), errors)

@@ -160,18 +160,20 @@ def setting(
 
     `since` is needed for what a version after the first has added.
     """
-    metadata = {
-        "values": values,
-        "meaning": meaning,
-        "check_together": check_together,
-        "see": see,
-        "same_on_ranks": same_on_ranks,
-        "since": since,
-        "example": example or values.example,
-        "saves": saves,
-        "costs": costs,
-    }
-    return field(default=default, metadata=metadata)
+    return field(
+        default=default,
+        metadata={
+            "values": values,
+            "meaning": meaning,
+            "check_together": check_together,
+            "see": see,
+            "same_on_ranks": same_on_ranks,
+            "since": since,
+            "example": example or values.example,
+            "saves": saves,
+            "costs": costs,
+        },
+    )
 
 
 @functools.cache

@@ -160,7 +160,7 @@ class JointExit:
             raise
         finally:
             self._inside.depth = 0
-        if now.frozen and not collective.returns_early:
+        if now.frozen and collective.given.get("async_op") is not True:
             raise _AbandonedError  # the result may be of the zeros of a rank that has left
         return result
 

@@ -15,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import itertools
 import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -282,28 +280,27 @@ def _aliases(tree: ModuleTree, refs: Sequence[ParamRef]) -> Iterator[str]:
                     "copy (`.clone()`) if the values are to stay."
                 )
     sharded = {id(ref.param): ref for ref in refs}
-    told: dict[int, str] = {}
-    for held in held_tensors(tree):
-        ref = sharded.get(id(held.tensor))
-        if ref is None and not isinstance(held.tensor, DTensor):
-            ref = sharing(held.tensor)
-        if ref is not None and id(ref.param) not in told:
-            told[id(ref.param)] = _held(ref, held)
-    yield from itertools.islice(told.values(), _SHOWN)
-
-
-def _held(ref: ParamRef, held: _HeldTensor) -> str:
-    owner = f"of '{held.module}'" if held.module else "of the model"
-    place = f"'{held.attribute}' {owner}"
-    if held.tensor is ref.param:
-        fact = f"'{ref.name}' is also held by {place}, where it is not registered"
-    else:
-        fact = f"{place} shares memory with the parameter '{ref.name}'"
-    return (
-        f"{fact}. FSDP2 puts shards and gathered weights in the registered place only, and what is "
-        "held there would keep the first values. Hold the module and read its parameter in "
-        "forward, or register it there too (`nn.ParameterList`, `nn.ParameterDict`)."
-    )
+    told: set[int] = set()
+    for tensor, module, attribute in held_tensors(tree):
+        ref = sharded.get(id(tensor))
+        if ref is None and not isinstance(tensor, DTensor):
+            ref = sharing(tensor)
+        if ref is None or id(ref.param) in told or len(told) == _SHOWN:
+            continue
+        told.add(id(ref.param))
+        owner = f"of '{module}'" if module else "of the model"
+        place = f"'{attribute}' {owner}"
+        fact = (
+            f"'{ref.name}' is also held by {place}, where it is not registered"
+            if tensor is ref.param
+            else f"{place} shares memory with the parameter '{ref.name}'"
+        )
+        yield (
+            f"{fact}. FSDP2 puts shards and gathered weights in the registered place only, and "
+            "what is held there would keep the first values. Hold the module and read its "
+            "parameter in forward, or register it there too (`nn.ParameterList`, "
+            "`nn.ParameterDict`)."
+        )
 
 
 # --- Tensors that are held in other places. ---
@@ -319,21 +316,22 @@ _HOLDERS = (torch.Tensor, *_EMPTIED, frozenset, deque, types.SimpleNamespace)
 """values of classes and global variables that are looked into"""
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldTensor:
-    """A tensor, and the attribute of a module that leads to it."""
+def held_tensors(tree: ModuleTree) -> Iterator[tuple[torch.Tensor, str, str]]:
+    """Walks the attributes of all modules; each object is opened once. Collective: no.
 
-    tensor: torch.Tensor
-    module: str
-    attribute: str
-
-
-def held_tensors(tree: ModuleTree) -> Iterator[_HeldTensor]:
-    """Walks the attributes of all modules; each object is opened once. Collective: no."""
+    Yields:
+        A tensor, the path of a module, and the attribute of the module that leads to the tensor.
+    """
     # What was opened stays alive, or another object could take its address.
     opened: dict[int, Any] = {id(module): module for _, module in tree.modules()}
     for path, module in tree.modules():
-        kind, ignored = type(module), _REGISTERED | _recomputed(module)
+        # Attributes that are set anew when parameters change, or before each forward, are left out:
+        # torch's old weight_norm, spectral_norm and pruning are hooks that name one.
+        hooks = forward_pre_hooks(module)
+        renewed = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
+        # `RNNBase.__setattr__` puts a weight that is set into this list too.
+        flat = {"_flat_weights"} if isinstance(module, nn.RNNBase) else set[str]()
+        kind, ignored = type(module), _REGISTERED | renewed | flat
         found = [(name, value) for name, value in vars(module).items() if name not in ignored]
         if id(kind) not in opened:
             opened[id(kind)] = kind
@@ -341,17 +339,7 @@ def held_tensors(tree: ModuleTree) -> Iterator[_HeldTensor]:
         for name, value in found:
             if type(value) not in _EMPTIED or value:
                 for tensor in _tensors_in(value, opened):
-                    yield _HeldTensor(tensor, path, name)
-
-
-def _recomputed(module: nn.Module) -> set[Any]:
-    """Returns attributes that are set anew when parameters change, or before each forward."""
-    # `RNNBase.__setattr__` puts a weight that is set into this list too.
-    if isinstance(module, nn.RNNBase):
-        return {"_flat_weights"}
-    # torch's old weight_norm, spectral_norm and pruning are such hooks.
-    hooks = forward_pre_hooks(module)
-    return {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
+                    yield tensor, path, name
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -42,7 +42,18 @@ def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[
         PlanError: for a pattern that matches nothing.
     """
     named = select_modules(tree, "unused_parameters", list(patterns))
-    towers = _towers(tree)
+    # Towers: models inside a Hugging Face model that read something else than its text. A composite
+    # configuration lists those of its parts, and says which of them is that of the text.
+    towers: set[int] = set()
+    for _, owner in tree.modules():
+        config = getattr(owner, "config", None)
+        parts = getattr(type(config), "sub_configs", None)
+        if parts and getattr(owner, "main_input_name", None) == "input_ids":
+            text = type(config.get_text_config())  # pyright: ignore[reportOptionalMemberAccess]
+            others = {type(getattr(config, name, None)) for name in parts}
+            others -= {text, type(config), type(None)}
+            reading = (m for m in owner.modules() if type(getattr(m, "config", None)) in others)
+            towers.update(map(id, reading))
     inside: set[int] = set()
     found: list[str] = []
     for index in tree.first_path.values():
@@ -71,27 +82,6 @@ def _holds_experts(module: nn.Module, name: str, above: nn.Module) -> bool:
     members = module.children()
     shapes = {(type(m), *(param.shape for param in m.parameters())) for m in members}
     return len(shapes) == 1
-
-
-def _towers(tree: ModuleTree) -> set[int]:
-    """Finds models inside a Hugging Face model that read something else than its text.
-
-    A composite configuration lists those of its parts, and says which one is that of the text.
-    """
-    towers: set[int] = set()
-    for _, owner in tree.modules():
-        config = getattr(owner, "config", None)
-        parts = getattr(type(config), "sub_configs", None)
-        if not parts or getattr(owner, "main_input_name", None) != "input_ids":
-            continue
-        text = type(config.get_text_config())  # pyright: ignore[reportOptionalMemberAccess]
-        others = {type(getattr(config, name, None)) for name in parts} - {text, type(config)}
-        towers.update(
-            id(module)
-            for module in owner.modules()
-            if type(getattr(module, "config", None)) in others - {type(None)}
-        )
-    return towers
 
 
 def move_units(
@@ -138,8 +128,15 @@ def _move_out_of_graphs(
     tree: ModuleTree, chosen: dict[int, Decision], problems: list[str]
 ) -> set[int]:
     """Moves units to the module around what the user compiled as one graph; as `move_units`."""
-    graphs = {id(module): _graph_of(module) for _, module in tree.modules()}
-    if graphs[id(tree.root)] == "in place":
+    once = [(id(module), module) for _, module in tree.modules()]
+    in_place = {key for key, module in once if is_whole_graph(compiled_call(module))}
+    # `vars`, because `torch.compile` returns a module that passes questions on to the one inside.
+    inside = {
+        key
+        for key, module in once
+        if any(is_whole_graph(vars(module).get(held)) for held in ("dynamo_ctx", "forward"))
+    }
+    if id(tree.root) in in_place:
         problems.append(
             "The model was compiled in place with fullgraph=True "
             "(`model.compile(fullgraph=True)`), hooks included. FSDP2 gathers in a hook of the "
@@ -157,9 +154,9 @@ def _move_out_of_graphs(
         parent = tree.paths[index].parent
         if parent < 0:
             return None
-        if graphs[tree.key_of(index)] == "in place":
+        if tree.key_of(index) in in_place:
             return tree.lowest_common_parent([parent])
-        return parent if graphs[tree.key_of(parent)] == "inside" else None
+        return parent if tree.key_of(parent) in inside else None
 
     in_graphs, moved = _move(tree, chosen, around_graph, "compiled as one graph")
     if moved:
@@ -198,13 +195,3 @@ def _move(
             chosen.setdefault(tree.key_of(host), Decision(wrap=True, reason=reason))
             moved.append((entry.path, decision, tree.paths[host].path or "<root>"))
     return {tree.key_of(index) for index in hosts}, moved
-
-
-def _graph_of(module: nn.Module) -> Literal["inside", "in place"] | None:
-    """Returns which part of a module a user compiled as one graph."""
-    if is_whole_graph(compiled_call(module)):
-        return "in place"
-    # `vars`, because `torch.compile` returns a module that passes questions on to the one inside.
-    own = vars(module)
-    graphs = is_whole_graph(own.get("dynamo_ctx")) or is_whole_graph(own.get("forward"))
-    return "inside" if graphs else None

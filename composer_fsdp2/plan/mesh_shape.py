@@ -90,9 +90,7 @@ class MeshShape:
         Raises:
             ConfigError: when it does not divide the shard degree.
         """
-        if isinstance(reshard, bool) or not isinstance(reshard, int):
-            return
-        if self.shard % reshard != 0:
+        if type(reshard) is int and self.shard % reshard != 0:
             raise ConfigError(
                 f"reshard_after_forward of {where} is {reshard}, which does not divide the shard "
                 f"degree {self.shard}. The groups that hold the parameters between forward and "

@@ -72,7 +72,7 @@ class ModuleTree:
     """id(module) -> index of its first path"""
     postorder: list[int] = field(default_factory=list[int])
     """id(module) of every module, children before parents on every path"""
-    recalls: list[Recall] = field(default_factory=list[Recall])
+    recall: Recall | None = None
     """what blocks enter when they run again in backward, asked for in each of their forwards"""
     circles: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """paths to modules that are above themselves, and the first path of each"""
@@ -119,8 +119,8 @@ class ModuleTree:
                 if child is not None
             )
         tree.postorder = list(postorder)
-        entries = (tree.paths[index] for index in tree.first_path.values())
-        tree._once = [(entry.path, entry.module) for entry in entries]
+        first = tree.first_path.values()
+        tree._once = [(tree.paths[index].path, tree.paths[index].module) for index in first]
         return tree
 
     @property

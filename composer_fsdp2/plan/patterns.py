@@ -97,17 +97,16 @@ def block_positions(tree: ModuleTree) -> dict[str, tuple[int, int]]:
         if not is_list or any(outer in found for outer in outer_names(name)):
             continue
         # `children()` would leave out a block that is registered a second time.
-        members = {key: _inside(child) for key, child in module._modules.items()}
+        members = {
+            key: None if child is None else inside_wrappers(child)  # pyright: ignore
+            for key, child in module._modules.items()
+        }
         kinds = {type(member) for member in members.values()}
         parted = [m for m in members.values() if m is not None and m._modules and has_forward(m)]
         if len(kinds) == 1 and len(parted) == len(members):
             for index, key in enumerate(members):
                 found[child_name(name, key)] = index, len(members)
     return found
-
-
-def _inside(module: nn.Module | None) -> nn.Module | None:
-    return None if module is None else inside_wrappers(module)
 
 
 def outer_names(name: str) -> Iterator[str]:

@@ -85,7 +85,18 @@ def plan_wrapping(
     tree = ModuleTree.read(model)
     refuse_unreadable(tree)
     weight_of = canonical_param_ids(tree.params)
-    chosen, refused, problems = _choose(tree, rules)
+    chosen: dict[int, Decision] = {}
+    refused: set[int] = set()
+    problems: list[str] = []
+    for path, module in tree.modules():
+        # An activation wrapper is its module under the same name.
+        decision = None if is_wrapper(module) else first_answer(rules, path, module)
+        if decision is not None and not decision.wrap:
+            refused.add(id(module))
+        elif decision is not None:
+            chosen[id(module)] = decision
+            if not has_forward(module):
+                problems.append(_container(path, module, decision))
     refused |= move_units(tree, frozenset(optional), chosen, problems)
     ignored = _match_ignored(tree, ignored_params, weight_of, problems)
     ignored |= left_whole(tree.params, weight_of)
@@ -116,24 +127,6 @@ def plan_wrapping(
     tied = tuple(tuple(ref.name for ref in group) for group in ties)
     ignored_names = tuple(ref.name for ref in tree.params if weight_of[id(ref.param)] in ignored)
     return WrapPlan(tuple(made), tied, ignored_names)
-
-
-def _choose(
-    tree: ModuleTree, rules: Sequence[Rule]
-) -> tuple[dict[int, Decision], set[int], list[str]]:
-    """Asks the rules once for every module; an activation wrapper is its module under one name."""
-    chosen: dict[int, Decision] = {}
-    refused: set[int] = set()
-    problems: list[str] = []
-    for path, module in tree.modules():
-        decision = None if is_wrapper(module) else first_answer(rules, path, module)
-        if decision is not None and not decision.wrap:
-            refused.add(id(module))
-        elif decision is not None:
-            chosen[id(module)] = decision
-            if not has_forward(module):
-                problems.append(_container(path, module, decision))
-    return chosen, refused, problems
 
 
 def _container(path: str, module: nn.Module, decision: Decision) -> str:
@@ -207,8 +200,8 @@ def _settle_units(
                 if parent not in chosen:
                     added[parent] = Decision(wrap=True, reason=f"holds tied '{group[0].name}'")
         if not added and sizes is not None:
-            owned = _owned(tree, refs, ties, units)
-            added = divide_units(tree, owned, chosen, {*chosen, *refused}, sizes)
+            taken = {*chosen, *refused}
+            added = divide_units(tree, _owned(tree, refs, ties, units), chosen, taken, sizes)
         if not added:
             return units
         if id(tree.root) in added and not has_forward(tree.root):
@@ -258,7 +251,14 @@ def _make_units(
     """Builds the units, children before parents, without those that would do nothing."""
     enclosing_of = _nesting(tree, units, chosen)
     enclosing = set(enclosing_of.values())
-    needed = _trained(tree)
+    # Paths, then first paths, of modules with a trainable parameter in them, at whatever depth.
+    trained: set[int] = set()
+    for ref in tree.params:
+        index = ref.path_index if ref.param.requires_grad else -1
+        while index >= 0 and index not in trained:
+            trained.add(index)
+            index = tree.paths[index].parent
+    needed = {tree.first_path[tree.key_of(index)] for index in trained}
     made: list[ShardUnit] = []
     for key in tree.postorder:
         if key not in chosen:
@@ -297,17 +297,6 @@ def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision])
         for entry in tree.paths
         if id(entry.module) in chosen and entry.parent >= 0 and units[entry.parent] >= 0
     }
-
-
-def _trained(tree: ModuleTree) -> set[int]:
-    """Returns first paths of modules with a trainable parameter in them, at whatever depth."""
-    found: set[int] = set()
-    for ref in tree.params:
-        index = ref.path_index if ref.param.requires_grad else -1
-        while index >= 0 and index not in found:
-            found.add(index)
-            index = tree.paths[index].parent
-    return {tree.first_path[id(tree.paths[index].module)] for index in found}
 
 
 def _resolve_reshard(decision: Decision, used_at_once: bool, run_reshard: Reshard) -> bool | int:

@@ -102,8 +102,6 @@ def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule
     Raises:
         PlanError: with every part of the policy that matches nothing.
     """
-    if policy == WrapPolicy():
-        return []
     tree = ModuleTree.read(model)
     problems = [
         *unmatched_classes(tree, (s.pattern for s in policy.classes), "wrap_policy.classes"),
@@ -115,8 +113,7 @@ def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule
         found = [module for _, module in tree.modules() if isinstance(module, nn.Embedding)]
         rules.append(_members(found, "embeddings", policy.embeddings, problems))
     if policy.lm_head:
-        heads = output_heads(tree)
-        rules.append(_members(heads, "lm_head", policy.lm_head, problems, role="head"))
+        rules.append(_members(output_heads(tree), "lm_head", policy.lm_head, problems, role="head"))
     if policy.min_num_params is not None:
         large = _large_modules(tree, policy.min_num_params, rules)
         rules.append(_members(large, "min_num_params", UnitSettings(), problems))
@@ -193,13 +190,17 @@ def with_fp32_islands(
         PlanError: for a pattern that matches nothing.
     """
     tree = ModuleTree.read(model)
-    if patterns is None:
-        wanted = _kept_by_models(tree, gathered_in)
-    else:
-        wanted = list(select_modules(tree, "keep_fp32", patterns).values())
+    wanted = list(select_modules(tree, "keep_fp32", patterns or ()).values())
+    for _, owner in tree.modules() if patterns is None else ():
+        # Source: `_keep_in_fp32_modules` is for fp16 alone, `_keep_in_fp32_modules_strict` for
+        # bf16 too. Both hold parts of names.
+        names = {*(attribute_of(owner, "_keep_in_fp32_modules_strict") or ())}
+        if gathered_in == torch.float16:
+            names |= {*(getattr(owner, "_keep_in_fp32_modules", None) or ())}
+        if names:
+            inside = owner.named_modules()
+            wanted += [module for name, module in inside if name.rpartition(".")[2] in names]
     decisions = _islands(wanted, gathered_in)
-    if not decisions:
-        return list(rules)
 
     def rule(name: str, module: nn.Module) -> Decision | None:
         island, found = decisions.get(id(module)), first_answer(rules, name, module)
@@ -224,29 +225,12 @@ def _islands(
         around = gathered_in or first.dtype
         if around in (torch.float32, torch.float64):  # nothing is rounded to less
             continue
-        precision = replace(FP32, output_dtype=str(around))
-        settings = UnitSettings(mixed_precision=precision)
+        settings = UnitSettings(mixed_precision=replace(FP32, output_dtype=str(around)))
         decisions.update((id(inside), None) for inside in module.modules())
         decisions[id(module)] = Decision(
             wrap=True, reason="keep_fp32", settings=settings, role="fp32", is_block=False
         )
     return decisions
-
-
-def _kept_by_models(tree: ModuleTree, gathered_in: torch.dtype | None) -> list[nn.Module]:
-    """Returns modules that Hugging Face models list as in need of fp32, by a part of their name.
-
-    Source: `_keep_in_fp32_modules` is for fp16 alone, `_keep_in_fp32_modules_strict` for bf16 too.
-    """
-    found: list[nn.Module] = []
-    for _, owner in tree.modules():
-        names = {*(attribute_of(owner, "_keep_in_fp32_modules_strict") or ())}
-        if gathered_in == torch.float16:
-            names |= {*(getattr(owner, "_keep_in_fp32_modules", None) or ())}
-        if names:
-            inside = owner.named_modules()
-            found += [module for name, module in inside if name.rpartition(".")[2] in names]
-    return found
 
 
 def _members(

@@ -74,11 +74,6 @@ class Collective:
         """Returns the group's name, which is the same on all its ranks."""
         return self.group.group_name
 
-    @property
-    def returns_early(self) -> bool:
-        """Whether its result is not there yet when it returns."""
-        return self.given.get("async_op", False) is True
-
     def described(self) -> Joined:
         """Returns the values that `join` needs, without tensors."""
         others = {name: value for name, value in self.given.items() if name not in _OWN}

@@ -67,8 +67,11 @@ class PrivateMember:
 
 
 def _rows(feature: str, use: Use, members: Mapping[str, str]) -> list[PrivateMember]:
-    named = [(owner, name) for owner, names in members.items() for name in names.split()]
-    return [PrivateMember(owner, name, feature, use) for owner, name in named]
+    return [
+        PrivateMember(owner, name, feature, use)
+        for owner, names in members.items()
+        for name in names.split()
+    ]
 
 
 PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
@@ -237,8 +240,7 @@ def check_private_members(features: Iterable[str] = ()) -> None:
         PatchError: naming the members.
     """
     wanted = {EVERY_RUN, *features}
-    rows = [member for member in PRIVATE_MEMBERS if member.feature in wanted]
-    missing = [member for member in rows if not _is_there(member)]
+    missing = [m for m in PRIVATE_MEMBERS if m.feature in wanted and not _is_there(m)]
     if not missing:
         return
     members = ", ".join(dict.fromkeys(f"'{m.title}' (of {m.owner})" for m in missing))

@@ -103,31 +103,25 @@ class _Guard:
         return incomplete and mesh in self.meshes
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor = args[0]
-        if self.is_part(tensor):
-            return _agreed(tensor)
-        if self.before is not None:
-            return self.before(op, args, kwargs)
-        # As torch does: a rank outside the mesh has nothing.
-        return op(tensor._local_tensor) if tensor.device_mesh.get_coordinate() is not None else None
-
-
-def _agreed(tensor: DTensor) -> bool:
-    """Returns the truth value of `all` or `any` over shards. Collective: yes, for a truth value.
-
-    Torch does not keep which of both it was, but where all ranks say the same it is the answer.
-    """
-    if tensor.dtype is not torch.bool or tensor.numel() != 1 or tensor.to_local().numel() != 1:
-        raise ShardReadError(_NUMBER)
-    said = tensor.to_local().long()
-    ranks = 1
-    for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
-            dist.all_reduce(said, group=tensor.device_mesh.get_group(axis))
-            ranks *= tensor.device_mesh.size(axis)
-    if said.item() not in (0, ranks):
-        raise ShardReadError(_NUMBER)
-    return bool(said.item())
+        tensor: DTensor = args[0]
+        if not self.is_part(tensor):
+            if self.before is not None:
+                return self.before(op, args, kwargs)
+            # As torch does: a rank outside the mesh has nothing.
+            inside = tensor.device_mesh.get_coordinate() is not None
+            return op(tensor._local_tensor) if inside else None
+        # The truth value of `all` or `any` over shards is reduced, which is collective. Torch does
+        # not keep which of both it was, but where all ranks say the same it is the answer.
+        if tensor.dtype is not torch.bool or tensor.numel() != 1 or tensor.to_local().numel() != 1:
+            raise ShardReadError(_NUMBER)
+        said, ranks = tensor.to_local().long(), 1
+        for axis, placement in enumerate(tensor.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(said, group=tensor.device_mesh.get_group(axis))
+                ranks *= tensor.device_mesh.size(axis)
+        if said.item() not in (0, ranks):
+            raise ShardReadError(_NUMBER)
+        return bool(said.item())
 
 
 def guard_reading(tensors: Iterable[torch.Tensor]) -> None:
@@ -139,13 +133,21 @@ def guard_reading(tensors: Iterable[torch.Tensor]) -> None:
         tensors: parameters after sharding; those that are not DTensors stay as they are.
     """
     # Torch calls these handlers in place of its own rules for an operation on DTensors.
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
     guard = handlers.get(_READ_NUMBER)
     if not isinstance(guard, _Guard):
         guard = _Guard(guard)
         handlers[_READ_NUMBER] = guard
         _guard_methods(guard)
-        _guard_combining(guard)
+        # Where torch cannot compute with tensors together, it says what to write. A loop of one's
+        # own, and a backward, run outside of all hooks of the model.
+        # Newer torch dispatches in C++, which calls Python to find out how a result is sharded, and
+        # refuses plain tensors itself: those of a penalty meet in the backward of the loss.
+        newer = "_propagate_op_sharding_dispatch_slow_path"
+        name = newer if hasattr(dispatcher, newer) else "dispatch"
+        setattr(dispatcher, name, _explained(getattr(dispatcher, name), guard))
+        DTensor.backward = _explained(DTensor.backward, guard)
     # All have one of a few meshes, whose hash is of all its ranks.
     meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     for mesh in {id(mesh): mesh for mesh in meshes}.values():
@@ -185,20 +187,6 @@ def _guard_methods(guard: _Guard) -> None:
     data: Any = torch.Tensor.data
     assigned = property(data.__get__, _guarded(data.__set__, _ASSIGNED, assigns))
     DTensor.data = assigned  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _guard_combining(guard: _Guard) -> None:
-    """Has torch say what to write where it cannot compute with tensors together.
-
-    A loop of one's own, and a backward, run outside of all hooks of the model.
-    """
-    dispatcher: Any = DTensor._op_dispatcher
-    # Newer torch dispatches in C++, which calls Python to find out how a result is sharded, and
-    # refuses plain tensors itself: those of a penalty meet in the backward of the loss.
-    newer = "_propagate_op_sharding_dispatch_slow_path"
-    name = newer if hasattr(dispatcher, newer) else "dispatch"
-    setattr(dispatcher, name, _explained(getattr(dispatcher, name), guard))
-    DTensor.backward = _explained(DTensor.backward, guard)
 
 
 def _explained(original: Callable[..., Any], guard: _Guard) -> Callable[..., Any]:

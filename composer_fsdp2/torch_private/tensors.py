@@ -94,15 +94,16 @@ TENSOR_FACTS = (torch.Tensor._is_view, torch.Tensor._base.__get__)  # pyright: i
 TORCH_FUNCTION_OFF = torch._C.DisableTorchFunctionSubclass
 """a context in which subclasses of tensors are taken for tensors"""
 
+values_known: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
+"""a context in which tensors that are made have values, also while those of a step are fake"""
+
+make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # pyright: ignore
+"""makes a tensor of a class of one's own that has a shape and no memory"""
+
 
 def wrapped_module(wrapper: OffloadWrapper) -> nn.Module:
     """Returns the module inside."""
     return wrapper._checkpoint_wrapped_module
-
-
-def make_wrapper_subclass(kind: type, shape: Sequence[int], **kwargs: Any) -> Any:
-    """Returns a tensor of a class of one's own that has a shape and no memory."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, **kwargs)  # pyright: ignore
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -118,11 +119,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a view of another one."""
     return tensor._is_view()
-
-
-def values_known() -> contextlib.AbstractContextManager[Any]:
-    """Makes tensors that have values, also while those of a step are fake."""
-    return _disable_current_modes()
 
 
 def unsafe_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,8 +194,7 @@ def tensor_hooks(tensor: torch.Tensor) -> Any:
 
 def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[..., None]]:
     """Returns what `register_post_accumulate_grad_hook` was given."""
-    hooks = param._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    return list((hooks or {}).values())
+    return list((param._post_accumulate_grad_hooks or {}).values())  # pyright: ignore
 
 
 def copy_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -298,8 +293,8 @@ def is_whole_graph(compiled: object) -> bool:
 
 def storage_info(path: str, offset: int, length: int) -> Any:
     """Returns where a checkpoint keeps an item, as its metadata has it."""
-    module = importlib.import_module("torch.distributed.checkpoint.filesystem")
-    return module._StorageInfo(path, offset, length)
+    filesystem = importlib.import_module("torch.distributed.checkpoint.filesystem")
+    return filesystem._StorageInfo(path, offset, length)
 
 
 def flatten_state_dict(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

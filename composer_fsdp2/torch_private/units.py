@@ -231,8 +231,11 @@ def has_run(param: Any) -> bool:
 
 def trained_params(group: Any) -> list[Any]:
     """Returns parameters that autograd may give a gradient: gathered copies, once there are any."""
-    params = group.fsdp_params
-    return [p for p in params if getattr(p, "_unsharded_param", p.sharded_param).requires_grad]
+    return [
+        param
+        for param in group.fsdp_params
+        if getattr(param, "_unsharded_param", param.sharded_param).requires_grad
+    ]
 
 
 def carry_requires_grad(group: Any) -> None:
@@ -274,8 +277,7 @@ def add_zero_gradients(params: Sequence[Any], missing: Sequence[Any]) -> None:
     for param in missing:
         whole = param._unsharded_param
         # Newer torch insists on the dtype in which it accumulates.
-        dtype = getattr(whole, "grad_dtype", None)
-        whole.grad = torch.zeros_like(whole, dtype=dtype)
+        whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
     if any(_accumulated(param) is not None for param in params):
         # What came with an earlier microbatch has the dtype of the reduction already.
         for param in params:
@@ -407,17 +409,18 @@ class _Replacements:
         return args[2]
 
     def unshard(self, *args: Any, **kwargs: Any) -> None:
-        if _gathers(self._group):
+        backward = runs_backward(self._group) and not self._group.unshard_in_backward
+        if not holds_gathered(self._group) and not backward:  # else torch sends nothing now
             self._hear("before_gather")
         self.original["unshard"](*args, **kwargs)
 
     def wait_for_unshard(self) -> None:
-        if not torch.is_inference_mode_enabled():
-            self.original["wait_for_unshard"]()
-            return
-        # Training computes with the same parameters, and what is made in inference mode cannot be
-        # saved for backward.
-        with torch.inference_mode(False), torch.no_grad():
+        if torch.is_inference_mode_enabled():
+            # Training computes with the same parameters, and what is made in inference mode cannot
+            # be saved for backward.
+            with torch.inference_mode(False), torch.no_grad():
+                self.original["wait_for_unshard"]()
+        else:
             self.original["wait_for_unshard"]()
 
     def pre_backward(self, *args: Any) -> Any:
@@ -460,13 +463,6 @@ class _Replacements:
         return frees
 
 
-def _gathers(group: Any) -> bool:
-    """Whether `unshard` sends anything now."""
-    if group._all_gather_result is not None or group.is_unsharded:
-        return False
-    return group.unshard_in_backward or group._training_state.name != "PRE_BACKWARD"
-
-
 # --- Out of memory. ---
 
 
@@ -475,7 +471,7 @@ def reserve_gather(group: Any) -> None:
 
     The caching allocator keeps what is freed, so that the gather finds it.
     """
-    if group.device.type == "cpu" or group.is_unsharded or group._all_gather_result is not None:
+    if group.device.type == "cpu" or holds_gathered(group):
         return
     size = group.mesh_info.shard_mesh_size
     wanted = [p._sharded_param_data.numel() * size for p in group.fsdp_params]
@@ -540,5 +536,4 @@ def drop_unreduced(group: Any) -> None:
 
 
 def _idle(busy: Any) -> Any:
-    states: Any = type(busy._training_state)
-    return states["IDLE"]
+    return type(busy._training_state).IDLE

@@ -135,7 +135,7 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
     for name, kind in plan.attention.items():
         kind.connect(modules[name], attend)
     # A block that runs again in backward is not called through the model.
-    tree.recalls.append(group.recalling)
+    tree.recall = group.recalling
     return group
 
 

@@ -15,7 +15,6 @@ from composer_fsdp2.blocks.chunked_loss import (
     ChunkedLogits,
     ChunkedLoss,
     ChunkingPlan,
-    kept_for_loss,
     plan_chunking,
 )
 from composer_fsdp2.config.blocks import ChunkingSpec
@@ -329,7 +328,7 @@ def test_the_unit_that_owns_the_head_keeps_its_weights():
         rules = [by_name(owner), root_rule] if owner else [root_rule]
         for freed in (True, 2):
             plan = plan_wrapping(model, rules, reshard_after_forward=freed)
-            kept = kept_for_loss(plan, plan_chunking(model, spec))
+            kept = ChunkedLoss().adjust_units(plan_chunking(model, spec), plan)
             for before, unit in zip(plan.units, kept.units, strict=True):
                 expected = False if unit.modules == (owner,) else before.reshard_after_forward
                 assert unit == replace(before, reshard_after_forward=expected)
@@ -340,7 +339,7 @@ def test_a_unit_inside_the_head_is_an_error():
     model.lm_head = nn.Sequential(model.lm_head, nn.Linear(VOCABULARY, VOCABULARY))
     plan = plan_wrapping(model, [by_name("lm_head.0"), root_rule])
     with pytest.raises(PlanError, match=r"'lm_head\.0' inside the head 'lm_head' is an FSDP unit"):
-        kept_for_loss(plan, plan_chunking(model, ChunkingSpec(chunks=2)))
+        ChunkedLoss().adjust_units(plan_chunking(model, ChunkingSpec(chunks=2)), plan)
 
 
 def test_a_head_that_is_called_in_another_way():
