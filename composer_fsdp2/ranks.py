@@ -152,9 +152,8 @@ def _raise_first(
     else:
         with contextlib.suppress(Exception):
             raised = pickle.loads(failed.pickled)
-    add_note = getattr(raised, "add_note", None)  # since Python 3.11
-    if add_note is not None:
-        add_note(f"Raised on rank {rank}, at {failed.where}")
+    if hasattr(raised, "add_note"):  # since Python 3.11
+        raised.add_note(f"Raised on rank {rank}, at {failed.where}")  # pyright: ignore
     raise raised
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["child_name", "listed", "plain_name", "size_text"]
+__all__ = ["child_name", "listed", "plain_name", "quoted", "size_text"]
 
 
 def listed(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
@@ -12,6 +12,11 @@ def listed(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
     found = [f"{quote}{name}{quote}" for name in names]
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
+
+
+def quoted(path: str, root: str = "the model") -> str:
+    """Returns the name of a module in quotes; `root` where the path is empty."""
+    return f"'{path}'" if path else root
 
 
 def child_name(path: str, name: str) -> str:

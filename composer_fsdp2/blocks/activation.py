@@ -165,30 +165,22 @@ class ActivationCheckpointing(Transformation[ActivationPlan]):
     def apply(self, tree: ModuleTree, plan: ActivationPlan) -> None:
         """Wraps the modules of the plan, and switches key-value caches off."""
         apply_activation(tree, plan)
-        if plan.recompute:
-            _switch_caches_off(tree)
-
-
-def _switch_caches_off(tree: ModuleTree) -> None:
-    """Sets `use_cache` of Hugging Face configurations to false.
-
-    A block that runs again in backward would append to the cache of its first run.
-    """
-    switched: list[str] = []
-    for name, module in tree.modules():
-        config: Any = getattr(module, "config", None)
-        # That of MPT's rotary embedding raises a KeyError for all but a few names.
-        with contextlib.suppress(Exception):
-            for found in (config, *vars(config).values()):  # such as its `text_config`
-                if getattr(found, "use_cache", False) is True:
-                    found.use_cache = False
-                    switched.append(f"{type(found).__name__} of {name or 'the model'}")
-    if switched:
-        log.warning(
-            "activation_checkpointing: use_cache was true and is now false in %s. A block that is "
-            "run again in backward would write into the cache a second time.",
-            ", ".join(switched),
-        )
+        switched: list[str] = []
+        # A block that runs again in backward would append to the cache of its first run.
+        for name, module in tree.modules() if plan.recompute else ():
+            config: Any = getattr(module, "config", None)
+            # That of MPT's rotary embedding raises a KeyError for all but a few names.
+            with contextlib.suppress(Exception):
+                for found in (config, *vars(config).values()):  # such as its `text_config`
+                    if getattr(found, "use_cache", False) is True:
+                        found.use_cache = False
+                        switched.append(f"{type(found).__name__} of {name or 'the model'}")
+        if switched:
+            log.warning(
+                "activation_checkpointing: use_cache was true and is now false in %s. A block that "
+                "is run again in backward would write into the cache a second time.",
+                ", ".join(switched),
+            )
 
 
 def _choice(tree: ModuleTree, spec: ActivationSpec) -> Choice:

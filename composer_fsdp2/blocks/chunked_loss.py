@@ -13,6 +13,7 @@ the ranks tell each other what the loss needs: see [Note: divided vocabulary] in
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -139,26 +140,8 @@ class HeadCall:
                 "take chunked_loss out."
             )
         predicted: list[Tensor] = []
-        chunks = max(1, min(self.chunks, len(rows)))  # an empty one costs a whole head
-        pairs = zip(rows.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
-        losses = torch.cat(
-            [self._losses(part, changes, target, ignored, predicted) for part, target in pairs]
-        )
-        self.known = rows.detach(), targets, losses.detach(), torch.cat(predicted[:chunks])
-        return PrependZeroGrad.apply(self.token, losses, self)  # pyright: ignore[reportReturnType]
 
-    def _losses(
-        self,
-        rows: Tensor,
-        changes: Sequence[Change],
-        targets: Tensor,
-        ignored: int,
-        predicted: list[Tensor],
-    ) -> Tensor:
-        """Returns the losses of one chunk, whose head is computed again in backward."""
-        known: list[Statistics] = []
-
-        def loss(part: Tensor) -> Tensor:
+        def loss(part: Tensor, targets: Tensor, known: list[Statistics]) -> Tensor:
             logits, own = self.run(part), None
             if isinstance(logits, DTensor):
                 own = VocabularyPart.of(logits)
@@ -175,9 +158,13 @@ class HeadCall:
             predicted.append(logits.detach().argmax(-1))
             return losses
 
-        if self.chunks == 1:
-            return loss(rows)
-        return checkpoint(loss, rows, use_reentrant=False)  # pyright: ignore[reportReturnType]
+        chunks = max(1, min(self.chunks, len(rows)))  # an empty one costs a whole head
+        # The head of a chunk is computed again in backward, unless there is one chunk alone.
+        call = functools.partial(checkpoint, loss, use_reentrant=False) if self.chunks > 1 else loss
+        pairs = zip(rows.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
+        losses = torch.cat([call(part, target, []) for part, target in pairs])  # pyright: ignore
+        self.known = rows.detach(), targets, losses.detach(), torch.cat(predicted[:chunks])
+        return PrependZeroGrad.apply(self.token, losses, self)  # pyright: ignore[reportReturnType]
 
     def result_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Returns targets, losses and likeliest classes, if the last loss had these rows."""

@@ -107,12 +107,11 @@ class CompileBlocks(Transformation[CompilePlan]):
             # context that is entered when a block runs again.
             while isinstance(module, OffloadWrapper) or (tree.recall and is_wrapper(module)):
                 module = wrapped_module(module)
-            if isinstance(module.forward, ChunkedHead):
-                continue  # which computes when the loss asks for it
-            # `module.compile()` would compile the hooks too, and those of FSDP2 end a graph.
-            module.forward = torch.compile(
-                module.forward, fullgraph=spec.fullgraph, dynamic=spec.dynamic, **arguments
-            )
+            if not isinstance(module.forward, ChunkedHead):  # which computes when the loss asks
+                # `module.compile()` would compile the hooks too, and those of FSDP2 end a graph.
+                module.forward = torch.compile(
+                    module.forward, fullgraph=spec.fullgraph, dynamic=spec.dynamic, **arguments
+                )
 
 
 _KEEPS_BUDGETS = ("inductor", "aot_eager")

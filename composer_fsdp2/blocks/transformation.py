@@ -142,9 +142,8 @@ def plan_transformations(
     planned: list[PlannedTransformation] = []
     for step in steps:
         plan = step.plan(facts)
-        if plan is None:
-            continue
-        step.check(plan, facts)
-        facts = replace(facts, units=step.adjust_units(plan, facts.units))
-        planned.append(PlannedTransformation(step, plan))
+        if plan is not None:
+            step.check(plan, facts)
+            facts = replace(facts, units=step.adjust_units(plan, facts.units))
+            planned.append(PlannedTransformation(step, plan))
     return tuple(planned), facts

@@ -129,8 +129,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(logits, targets, known.log_sum)
         ctx.ignored, ctx.part = ignored, part
-        losses = (known.log_sum - known.target).masked_fill(targets == ignored, 0)
-        return losses.to(logits.dtype)
+        return (known.log_sum - known.target).masked_fill(targets == ignored, 0).to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:

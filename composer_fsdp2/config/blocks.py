@@ -59,19 +59,6 @@ def _is_target(target: Any) -> bool:
     return is_number(target)
 
 
-_TARGET = ValueType(
-    expected="a number, first-n, middle-n, last-n, range-i-j, i-j, or a list of ids and these",
-    accepts=_is_target,
-    parse=parse_list,
-)
-
-
-_SHARE = ValueType(
-    expected="a number from 0 to 1",
-    accepts=lambda value: type(value) in (int, float) and 0 <= value <= 1,
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSpec:
     """Which modules are computed again in backward, and what of them is kept.
@@ -93,7 +80,14 @@ class ActivationSpec:
     )
     target: Target | None = setting(
         None,
-        null_or(_TARGET),
+        null_or(
+            ValueType(
+                expected="a number, first-n, middle-n, last-n, range-i-j, i-j, or a list of ids "
+                "and these",
+                accepts=_is_target,
+                parse=parse_list,
+            )
+        ),
         "only in these blocks, in LLM Foundry's words: a number, ids, `first-n`, `middle-n`, "
         "`last-n`, `range-i-j` or `i-j` (without j); several in a list or with commas",
     )
@@ -109,7 +103,12 @@ class ActivationSpec:
     )
     memory_budget: float | None = setting(
         None,
-        null_or(_SHARE),
+        null_or(
+            ValueType(
+                expected="a number from 0 to 1",
+                accepts=lambda value: type(value) in (int, float) and 0 <= value <= 1,
+            )
+        ),
         "the compiler chooses what is computed again: 1 keeps what it wants, 0 keeps the inputs "
         "of a block alone",
     )

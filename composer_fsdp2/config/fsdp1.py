@@ -112,9 +112,11 @@ def convert_fsdp1(
     """
     problems: list[str] = []
     notes: list[str] = []
-    # Written out: FSDP1's default is full, FSDP2's is sharded.
-    settings: dict[str, Any] = {"state_dict_type": config.get("state_dict_type") or "full"}
-    settings.update({key: config[key] for key in FSDP1_KEPT if config.get(key) is not None})
+    settings: dict[str, Any] = {
+        # Written out: FSDP1's default is full, FSDP2's is sharded.
+        "state_dict_type": config.get("state_dict_type") or "full",
+        **{key: config[key] for key in FSDP1_KEPT if config.get(key) is not None},
+    }
     for key, value in config.items():
         if key not in FSDP1_KEYS:
             hint = nearest(key, sorted(FSDP1_KEYS)) or " It would have no effect; take it out."
@@ -189,8 +191,7 @@ def fsdp1_answer(key: str, value: Any) -> str | None:
             "per node": f", {shard}: the number of GPUs of a node, and {replicate}: -1",
             "all": f", {shard}: 1, and {replicate}: -1",
         }
-        written = str(reshard).lower()
-        cure = f"for {name} write reshard_after_forward: {written}{degrees[copies]}."
+        cure = f"for {name} write reshard_after_forward: {str(reshard).lower()}{degrees[copies]}."
     else:
         cure = (
             f"{ascii_repr(value)} is none of its values, {', '.join(FSDP1_STRATEGIES)}. Write "

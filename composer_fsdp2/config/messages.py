@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError
@@ -72,15 +72,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean '{names[close[0]]}'?" if close else ""
 
 
-def unknown_keys(keys: Sequence[str], known: Mapping[str, Any], where: str) -> list[str]:
-    """Returns a sentence about each key that does not exist, and one about those beyond."""
-    sentences: list[str] = []
+def unknown_keys(keys: Sequence[str], known: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yields a sentence about each key that does not exist, and one about those beyond."""
     for name in (ascii_repr(key).strip("'") for key in keys[:_MOST_KEYS]):
         hint = nearest(name, known) or f" Valid keys: {', '.join(sorted(known))}."
-        sentences.append(f"'{name}' is not a key of {where}. It would have no effect.{hint}")
+        yield f"'{name}' is not a key of {where}. It would have no effect.{hint}"
     if len(keys) > _MOST_KEYS:
-        sentences.append(f"{len(keys) - _MOST_KEYS} more are not keys of {where} either.")
-    return sentences
+        yield f"{len(keys) - _MOST_KEYS} more are not keys of {where} either."
 
 
 def invalid_value(

@@ -218,14 +218,6 @@ def check_sequence_parallel_together(values: Mapping[str, Any], errors: list[str
 # --- Experts. ---
 
 
-_EXPERT_LISTS = ValueType(
-    expected="auto, or a list of patterns",
-    accepts=lambda value: isinstance(value, tuple),
-    check_inside=check_patterns,
-    parse=lambda key, raw, errors: () if raw == "auto" else one_or_more(key, raw, errors),
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
     """How many ranks hold the experts of a layer between them, and which lists of experts."""
@@ -235,7 +227,12 @@ class ExpertSpec:
     )
     modules: tuple[str, ...] = setting(
         (),
-        _EXPERT_LISTS,
+        ValueType(
+            expected="auto, or a list of patterns",
+            accepts=lambda value: isinstance(value, tuple),
+            check_inside=check_patterns,
+            parse=lambda key, raw, errors: () if raw == "auto" else one_or_more(key, raw, errors),
+        ),
         "lists of experts: globs of their names, or `re:` and a regular expression; `auto` is all",
     )
 

@@ -79,8 +79,6 @@ COMMUNICATION = mapping(
     Communication, empty=(None,), example="communication: {reduce_scatter_buffers: 2}"
 )
 
-_BITS = ValueType(expected="8", accepts=lambda value: type(value) is int and value == 8)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
@@ -94,7 +92,7 @@ class OptimizerState:
     )
     bits: int | None = setting(
         None,
-        null_or(_BITS),
+        null_or(ValueType(expected="8", accepts=lambda value: type(value) is int and value == 8)),
         "keeps 8 bits and one exponent for each 256 elements of a row; needs no other package",
     )
     device: Literal["cpu", "gpu"] = setting(

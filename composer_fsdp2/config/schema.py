@@ -76,21 +76,6 @@ _UNITS_AHEAD = ValueType(
 )
 
 
-_UNUSED = ValueType(
-    expected="auto, true, false, or a list of patterns",
-    accepts=lambda value: isinstance(value, bool | tuple) or value == "auto",
-    check_inside=check_patterns,
-    parse=parse_list,
-)
-
-
-_LOCAL_STEP = ValueType(
-    expected="auto, true or false",
-    accepts=lambda value: isinstance(value, bool) or value == "auto",
-    choices=("auto",),
-)
-
-
 def _check_degrees(values: Mapping[str, Any], errors: list[str]) -> None:
     """Refuses two degrees that both take the ranks that are left."""
     names = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
@@ -233,7 +218,12 @@ class FSDP2Config:
     )
     unused_parameters: bool | Literal["auto"] | tuple[str, ...] = setting(
         "auto",
-        _UNUSED,
+        ValueType(
+            expected="auto, true, false, or a list of patterns",
+            accepts=lambda value: isinstance(value, bool | tuple) or value == "auto",
+            check_inside=check_patterns,
+            parse=parse_list,
+        ),
         "Parameters that get a gradient on some ranks only. `auto` reduces a zero for them, and "
         "compares what was used in units with experts or a tower and in units that left something "
         "out. A list of globs (or `re:`) adds modules that a rank may leave out. `true` compares "
@@ -373,7 +363,11 @@ class FSDP2Config:
     )
     local_step: bool | Literal["auto"] = setting(
         "auto",
-        _LOCAL_STEP,
+        ValueType(
+            expected="auto, true or false",
+            accepts=lambda value: isinstance(value, bool) or value == "auto",
+            choices=("auto",),
+        ),
         "Whether the optimizer steps this rank's shards as plain tensors. `auto`: if that is known "
         "to give the same bits, or two steps of a small copy show it.",
         see="optimizers.md",
@@ -469,7 +463,7 @@ class FSDP2Config:
     def __post_init__(self) -> None:
         """Applies the checks of `parse_config` to a config built by hand."""
         unknown = [key for key in self.extra if key not in _DECLARED]
-        errors = unknown_keys(unknown, _DECLARED, "FSDP2Config.extra")
+        errors = [*unknown_keys(unknown, _DECLARED, "FSDP2Config.extra")]
         defaults = {name: declared.default for name, declared in _DECLARED.items()}
         object.__setattr__(self, "extra", {**defaults, **self.extra})
         _check_all(values_of(self), errors)
@@ -558,9 +552,8 @@ def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
     errors += unknown_keys(unknown, known, "parallelism_config.fsdp2")
     _check_all({name: one.default for name, one in known.items()} | values, errors)
     raise_errors(errors)
-    fields = {name: value for name, value in values.items() if name in FIELDS}
-    extra = {name: value for name, value in values.items() if name in _DECLARED}
-    return FSDP2Config(**fields, extra=extra)
+    extra = {name: values.pop(name) for name in _DECLARED if name in values}
+    return FSDP2Config(**values, extra=extra)
 
 
 def _check_all(values: Mapping[str, Any], errors: list[str]) -> None:

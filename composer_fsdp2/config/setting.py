@@ -220,8 +220,10 @@ def plain(value: Any) -> Any:
             return str.__str__(value)
         if isinstance(value, Mapping):
             pairs: Any = value.items()
-            keys_and_values = ((key if isinstance(key, str) else str(key), v) for key, v in pairs)
-            return {copied(key, depth): copied(item, depth + 1) for key, item in keys_and_values}
+            return {
+                copied(key if isinstance(key, str) else str(key), depth): copied(item, depth + 1)
+                for key, item in pairs
+            }
         if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
             return [copied(item, depth + 1) for item in value]
         return value

@@ -38,7 +38,6 @@ from composer_fsdp2.torch_private.units import (
     gathered_param,
     in_function_transform,
     is_exported,
-    memory_id,
     params_of,
     places_of,
     stands_in,
@@ -204,7 +203,8 @@ class GatheredParameters(StepListener):
         for group in self.run.groups.get(unit, ()):
             if frees_after_forward(group) in (None, False):
                 continue
-            own = {memory_id(p.record): p for p in self._groups[group] if p.plain}
+            memory = [(gathered_memory(param.record), param) for param in self._groups[group]]
+            own = {storage_id(whole): param for whole, param in memory if whole is not None}
             for leaf in tree_leaves(output):
                 if type(leaf) in (torch.Tensor, nn.Parameter) and storage_id(leaf) in own:
                     raise PlanError(

@@ -31,7 +31,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, memory_of
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.plan.wrap_plan import ShardUnit
-from composer_fsdp2.text import child_name, listed
+from composer_fsdp2.text import child_name, listed, quoted
 from composer_fsdp2.torch_private.tensors import forward_pre_hooks
 
 __all__ = ["check_model", "held_tensors", "left_whole", "refuse_gradients", "refuse_unreadable"]
@@ -50,16 +50,8 @@ def refuse_unreadable(tree: ModuleTree) -> None:
     """Refuses a model that nothing can be decided about. Collective: no.
 
     Raises:
-        PlanError: for modules that contain themselves, and for parameters without a shape.
+        PlanError: for parameters without a shape, and for modules that are sharded already.
     """
-    if tree.circles:
-        inner, outer = tree.circles[0]
-        around = f"'{outer}'" if outer else "the whole model"
-        raise PlanError(
-            f"'{inner}' is {around} again: the module contains itself. torch's own train(), to() "
-            "and state_dict() would never end. Hold it outside registration: "
-            f"`self.__dict__['{inner.rpartition('.')[2]}'] = module`."
-        )
     lazy = [ref.name for ref in tree.params if is_lazy(ref.param)]
     if lazy:
         raise PlanError(
@@ -69,14 +61,14 @@ def refuse_unreadable(tree: ModuleTree) -> None:
         )
     for path, module in tree.modules():
         if isinstance(module, FSDPModule):
-            where = f"'{path}'" if path else "The model"
             raise PlanError(
-                f"{where} is sharded by FSDP2 already, by an earlier Trainer or "
-                "prepare_fully_shard of this process, or by your own fully_shard. Sharding twice "
-                "would mix shards of shards. Build the model anew for every Trainer, and load its "
-                "weights from a checkpoint (load_path) or from a state dict that was taken inside "
-                "`with composer_fsdp2.summon_full_params(model):`, before adapters are put on it; "
-                "or go on with the first Trainer (fit, eval). Take your own fully_shard calls out."
+                f"{quoted(path, 'The model')} is sharded by FSDP2 already, by an earlier Trainer "
+                "or prepare_fully_shard of this process, or by your own fully_shard. Sharding "
+                "twice would mix shards of shards. Build the model anew for every Trainer, and "
+                "load its weights from a checkpoint (load_path) or from a state dict that was taken "
+                "inside `with composer_fsdp2.summon_full_params(model):`, before adapters are put "
+                "on it; or go on with the first Trainer (fit, eval). Take your own fully_shard "
+                "calls out."
             )
 
 
@@ -106,12 +98,11 @@ def left_whole(refs: Collection[ParamRef], weight_of: Mapping[int, int]) -> set[
     trained = {weight_of[id(ref.param)] for ref in refs if ref.param.requires_grad}
     found: dict[int, ParamRef] = {}
     for ref in refs:
-        param = ref.param
-        if weight_of[id(param)] in trained or isinstance(param, DTensor):
-            continue
+        param, weight = ref.param, weight_of[id(ref.param)]
+        usual = not (isinstance(param, DTensor) or _is_foreign(param) or param.is_quantized)
         cannot = param.ndim == 0 or not param.numel() or param.dtype not in _GATHERED
-        if cannot and not _is_foreign(param) and not param.is_quantized:
-            found.setdefault(weight_of[id(param)], ref)
+        if usual and cannot and weight not in trained:
+            found.setdefault(weight, ref)
     size = sum(ref.param.nbytes for ref in found.values())
     if size >= _LARGE_BYTES:
         names = listed((ref.name for ref in found.values()), 3)
@@ -288,8 +279,7 @@ def _aliases(tree: ModuleTree, refs: Sequence[ParamRef]) -> Iterator[str]:
         if ref is None or id(ref.param) in told or len(told) == _SHOWN:
             continue
         told.add(id(ref.param))
-        owner = f"of '{module}'" if module else "of the model"
-        place = f"'{attribute}' {owner}"
+        place = f"'{attribute}' of {quoted(module)}"
         fact = (
             f"'{ref.name}' is also held by {place}, where it is not registered"
             if tensor is ref.param

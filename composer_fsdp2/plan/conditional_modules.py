@@ -188,10 +188,9 @@ def _move(
     for index in tree.first_path.values():
         entry = tree.paths[index]
         host = hosts[entry.parent] if entry.parent in hosts else host_of(index)
-        if host is None:
-            continue
-        hosts[index] = host
-        if (decision := chosen.pop(id(entry.module), None)) is not None:
-            chosen.setdefault(tree.key_of(host), Decision(wrap=True, reason=reason))
-            moved.append((entry.path, decision, tree.paths[host].path or "<root>"))
+        if host is not None:
+            hosts[index] = host
+            if (decision := chosen.pop(id(entry.module), None)) is not None:
+                chosen.setdefault(tree.key_of(host), Decision(wrap=True, reason=reason))
+                moved.append((entry.path, decision, tree.paths[host].path or "<root>"))
     return {tree.key_of(index) for index in hosts}, moved

@@ -8,7 +8,7 @@ other. FSDP2 only sees identity, so sharding would silently untie the second kin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.text import child_name
+from composer_fsdp2.text import child_name, quoted
 from composer_fsdp2.torch_private.tensors import is_plain, storage_id
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Recall",
     "attribute_of",
     "canonical_param_ids",
+    "group_ties",
     "has_forward",
     "inside_wrappers",
     "is_wrapper",
@@ -74,16 +75,16 @@ class ModuleTree:
     """id(module) of every module, children before parents on every path"""
     recall: Recall | None = None
     """what blocks enter when they run again in backward, asked for in each of their forwards"""
-    circles: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """paths to modules that are above themselves, and the first path of each"""
     _once: list[tuple[str, nn.Module]] = field(default_factory=list[tuple[str, nn.Module]])
 
     @classmethod
     def read(cls, model: nn.Module | ModuleTree) -> ModuleTree:
         """Walks the model; linear in the number of paths.
 
-        A module that contains itself is followed once. A tree is returned as it is, so that whoever
-        has one can hand it on.
+        A tree is returned as it is, so that whoever has one can hand it on.
+
+        Raises:
+            PlanError: for a module that contains itself.
         """
         if isinstance(model, ModuleTree):
             return model
@@ -99,8 +100,12 @@ class ModuleTree:
                 postorder.setdefault(key)
                 continue
             if key in on_path:
-                tree.circles.append((path, tree.paths[tree.first_path[key]].path))
-                continue
+                outer = tree.paths[tree.first_path[key]].path
+                raise PlanError(
+                    f"'{path}' is {quoted(outer, 'the whole model')} again: the module contains "
+                    "itself. torch's own train(), to() and state_dict() would never end. Hold it "
+                    f"outside registration: `self.__dict__['{path.rpartition('.')[2]}'] = module`."
+                )
             index = len(tree.paths)
             tree.paths.append(ModulePath(path, module, parent))
             tree.first_path.setdefault(key, index)
@@ -218,7 +223,8 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         Groups of two or more names, in the order of their first names.
 
     Raises:
-        PlanError: when two parameters overlap in memory without being the same view of it.
+        PlanError: when two parameters overlap in memory without being the same view of it, and for
+            a module that contains itself.
 
     Source: `fully_shard` keeps a tie inside one call only:
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L691
@@ -232,11 +238,16 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         (('embed.weight', 'head.weight'),)
     """
     refs = ModuleTree.read(model).params
-    representative = canonical_param_ids(refs)
-    names: dict[int, list[str]] = defaultdict(list)
+    groups = group_ties(refs, canonical_param_ids(refs))
+    return tuple(tuple(ref.name for ref in group) for group in groups)
+
+
+def group_ties(refs: Iterable[ParamRef], weight_of: Mapping[int, int]) -> list[list[ParamRef]]:
+    """Returns the names of each weight that has several; `weight_of` as `canonical_param_ids`."""
+    uses: dict[int, list[ParamRef]] = defaultdict(list)
     for ref in refs:
-        names[representative[id(ref.param)]].append(ref.name)
-    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+        uses[weight_of[id(ref.param)]].append(ref)
+    return [group for group in uses.values() if len(group) > 1]
 
 
 def canonical_param_ids(refs: Iterable[ParamRef]) -> dict[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from torch import nn
@@ -26,6 +26,7 @@ from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     ParamRef,
     canonical_param_ids,
+    group_ties,
     has_forward,
     is_wrapper,
 )
@@ -37,7 +38,7 @@ from composer_fsdp2.plan.unit_size import (
     small_units,
 )
 from composer_fsdp2.plan.wrap_plan import Decision, Rule, ShardUnit, WrapPlan, first_answer
-from composer_fsdp2.text import listed
+from composer_fsdp2.text import listed, quoted
 
 __all__ = ["plan_wrapping"]
 
@@ -101,10 +102,7 @@ def plan_wrapping(
     ignored = _match_ignored(tree, ignored_params, weight_of, problems)
     ignored |= left_whole(tree.params, weight_of)
     refs = [ref for ref in tree.params if weight_of[id(ref.param)] not in ignored]
-    uses: dict[int, list[ParamRef]] = defaultdict(list)
-    for ref in refs:
-        uses[weight_of[id(ref.param)]].append(ref)
-    ties = [group for group in uses.values() if len(group) > 1]
+    ties = group_ties(refs, weight_of)
 
     units = _settle_units(tree, refs, ties, chosen, tied_weights, problems)
     owned, around = _owned(tree, refs, ties, units), _nesting(tree, units, chosen)
@@ -130,8 +128,8 @@ def plan_wrapping(
 
 
 def _container(path: str, module: nn.Module, decision: Decision) -> str:
-    kind, name = type(module).__name__, f"'{path}'" if path else "The model"
-    fact = f"{name} ({kind}) was chosen by {decision.reason}, but "
+    kind = type(module).__name__
+    fact = f"{quoted(path, 'The model')} ({kind}) was chosen by {decision.reason}, but "
     if type(module).forward is not nn.Module.forward:
         return (
             f"{fact}it is a ModuleList or ModuleDict, which FSDP2 takes for a container without a "
@@ -213,17 +211,17 @@ def _crosses(units: list[int], group: list[ParamRef]) -> bool:
     return len({units[ref.path_index] for ref in group}) > 1
 
 
-def _forbidden_ties(tree: ModuleTree, units: list[int], ties: list[list[ParamRef]]) -> list[str]:
-    problems: list[str] = []
+def _forbidden_ties(
+    tree: ModuleTree, units: list[int], ties: list[list[ParamRef]]
+) -> Iterator[str]:
     for group in (group for group in ties if _crosses(units, group)):
         paths = sorted({tree.paths[units[ref.path_index]].path or "<root>" for ref in group})
-        problems.append(
+        yield (
             f"{listed(paths)} were all chosen as FSDP units but share the parameter "
             f"'{group[0].name}' (also {listed(ref.name for ref in group[1:])}). Sharding them "
             "apart would untie them. Choose fewer of them, or set `tied_weights: lift` to shard "
             "the weight with their parent."
         )
-    return problems
 
 
 def _owned(
@@ -260,9 +258,7 @@ def _make_units(
             index = tree.paths[index].parent
     needed = {tree.first_path[tree.key_of(index)] for index in trained}
     made: list[ShardUnit] = []
-    for key in tree.postorder:
-        if key not in chosen:
-            continue
+    for key in (key for key in tree.postorder if key in chosen):
         index = tree.first_path[key]
         # A unit without parameters of its own still ties the units inside it together (one
         # prefetch order and one set of streams); without those either, it would do nothing.

@@ -19,12 +19,12 @@ from composer_fsdp2.torch_private.tensors import tree_leaves
 
 __all__ = ["Collective", "Joined", "around_collectives", "group_named", "join"]
 
-_OBJECTS = ("all_gather_object", "broadcast_object_list")
 # The newer names are torch's since it renamed them.
 _PUBLIC = (
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "barrier"),
     "all_to_all_single",
-    *("broadcast", "reduce", "reduce_scatter_single", "reduce_scatter_tensor", *_OBJECTS),
+    *("broadcast", "reduce", "reduce_scatter_single", "reduce_scatter_tensor"),
+    *("all_gather_object", "broadcast_object_list"),
 )
 _FUNCTIONAL = (
     *("all_gather_single", "all_gather_tensor", "all_reduce", "broadcast"),
@@ -76,8 +76,8 @@ class Collective:
 
     def described(self) -> Joined:
         """Returns the values that `join` needs, without tensors."""
-        others = {name: value for name, value in self.given.items() if name not in _OWN}
-        return self.key, {name: _described(value) for name, value in others.items()}
+        given = self.given.items()
+        return self.key, {name: _described(value) for name, value in given if name not in _OWN}
 
 
 def _described(value: Any) -> Any:

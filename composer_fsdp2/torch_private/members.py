@@ -33,9 +33,7 @@ __all__ = [
 Use = Literal["read", "wrapped", "reset"]
 
 _SHARD = "torch.distributed.fsdp._fully_shard"
-_UNIT = "torch.distributed.fsdp:FSDPModule"
 _STATE = f"{_SHARD}._fsdp_state:FSDPState"
-_CONTEXT = f"{_SHARD}._fsdp_state:FSDPStateContext"
 _GROUP = f"{_SHARD}._fsdp_param_group:FSDPParamGroup"
 _STREAMS = f"{_SHARD}._fsdp_param_group:FSDPCommContext"
 _PARAM = f"{_SHARD}._fsdp_param:FSDPParam"
@@ -79,7 +77,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         EVERY_RUN,
         "read",
         {
-            _UNIT: "_get_fsdp_state",
+            "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
             _STATE: "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init",
             _GROUP: "fsdp_params device",
             _PARAM: "sharded_param",
@@ -145,7 +143,8 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         "reset",
         {
             _STATE: "_training_state _modules_to_run_forward _state_ctx _comm_ctx",
-            _CONTEXT: "iter_forward_root post_backward_final_callback_queued",
+            f"{_SHARD}._fsdp_state:FSDPStateContext": "iter_forward_root "
+            "post_backward_final_callback_queued",
             _STREAMS: "post_forward_order",
             _GROUP: "_training_state _partial_reduce_output finalize_backward",
         },

@@ -150,8 +150,7 @@ def guard_reading(tensors: Iterable[torch.Tensor]) -> None:
         DTensor.backward = _explained(DTensor.backward, guard)
     # All have one of a few meshes, whose hash is of all its ranks.
     meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    for mesh in {id(mesh): mesh for mesh in meshes}.values():
-        guard.meshes.add(mesh)
+    guard.meshes.update({id(mesh): mesh for mesh in meshes}.values())
 
 
 def _guard_methods(guard: _Guard) -> None:
@@ -185,8 +184,8 @@ def _guard_methods(guard: _Guard) -> None:
     for name, (message, refuses) in refused.items():
         setattr(DTensor, name, _guarded(getattr(DTensor, name), message, refuses))
     data: Any = torch.Tensor.data
-    assigned = property(data.__get__, _guarded(data.__set__, _ASSIGNED, assigns))
-    DTensor.data = assigned  # pyright: ignore[reportAttributeAccessIssue]
+    setter = _guarded(data.__set__, _ASSIGNED, assigns)
+    DTensor.data = property(data.__get__, setter)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _explained(original: Callable[..., Any], guard: _Guard) -> Callable[..., Any]:
@@ -219,8 +218,7 @@ def _leaves_rows_whole(tensor: DTensor, index: Any) -> bool:
     if ... in taken:
         at = taken.index(...)
         taken[at : at + 1] = [slice(None)] * (tensor.ndim - len(taken) + 1)
-    divided = [place for place in tensor.placements if not place.is_replicate()]
-    dims = {getattr(place, "dim", None) for place in divided}
+    dims = {getattr(p, "dim", None) for p in tensor.placements if not p.is_replicate()}
     whole = {at for at in range(tensor.ndim) if at >= len(taken) or taken[at] == slice(None)}
     return dims <= whole
 

@@ -167,14 +167,16 @@ def local_gradients(
     """
     found: list[Any] = []
     for param, grad in zip(params, grads, strict=True):
-        if type(grad) is DTensor:
-            # By identity: FSDP2 gives a gradient the layout of its parameter, the very object, and
-            # comparing layouts costs as much as a step.
-            lies, own = grad._spec, param._spec
-            if lies.placements is own.placements and lies.mesh is own.mesh:
-                found.append(grad._local_tensor)
-                continue
-        found.append(None if grad is None else otherwise(param))
+        # By identity: FSDP2 gives a gradient the layout of its parameter, the very object, and
+        # comparing layouts costs as much as a step.
+        if (
+            type(grad) is DTensor
+            and grad._spec.placements is param._spec.placements
+            and grad._spec.mesh is param._spec.mesh
+        ):
+            found.append(grad._local_tensor)
+        else:
+            found.append(None if grad is None else otherwise(param))
     return found
 
 

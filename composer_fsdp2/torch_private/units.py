@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.torch_private.tensors import local_tensor, storage_id
+from composer_fsdp2.torch_private.tensors import local_tensor
 
 __all__ = [
     "CHANGES_PARAMETERS",
@@ -43,7 +43,6 @@ __all__ = [
     "is_root",
     "lazy_init",
     "local_shard",
-    "memory_id",
     "param_groups",
     "params_of",
     "partial_reduction",
@@ -338,12 +337,6 @@ def gathered_memory(param: Any) -> torch.Tensor | None:
     # A DTensor cannot be detached in inference mode.
     whole = (local_tensor(whole) if isinstance(whole, DTensor) else whole).detach()
     return whole if type(whole) is torch.Tensor else None
-
-
-def memory_id(param: Any) -> int:
-    """Returns a number that tensors over the whole parameter's memory share."""
-    whole = gathered_memory(param)
-    return -1 if whole is None else storage_id(whole)
 
 
 def is_exported(param: Any) -> bool:
