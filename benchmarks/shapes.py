@@ -306,10 +306,11 @@ def divide_by_hand(model: nn.Module, degree: int, replicate: int = 1) -> nn.Modu
 def plan(model: nn.Module, classes: tuple[str, ...], **options: Any) -> WrapPlan:
     """The plan of the same units as `shard_by_hand`, but for untied ends."""
     from composer_fsdp2.config.wrapping import WrapPolicy
+    from composer_fsdp2.plan.module_tree import ModuleTree
     from composer_fsdp2.plan.planner import plan_wrapping
     from composer_fsdp2.plan.rules import by_class, find_embedding_and_head, root_rule
 
-    ends = find_embedding_and_head(model, WrapPolicy())
+    ends = find_embedding_and_head(ModuleTree.read(model), WrapPolicy())
     rules = [by_class(*classes), lambda _name, module: ends.get(id(module)), root_rule]
     return plan_wrapping(model, rules, **options)
 

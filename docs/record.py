@@ -40,6 +40,7 @@ def record_plan() -> dict[str, Any]:
 
     from composer_fsdp2 import plan_wrapping
     from composer_fsdp2.config.wrapping import WrapPolicy
+    from composer_fsdp2.plan.module_tree import ModuleTree
     from composer_fsdp2.plan.rules import by_class, find_embedding_and_head, root_rule
     from composer_fsdp2.plan.unit_size import frozen_elements
 
@@ -48,7 +49,7 @@ def record_plan() -> dict[str, Any]:
     model.tie_weights()
     for name, param in model.named_parameters():
         param.requires_grad_("vision_tower" not in name)
-    ends = find_embedding_and_head(model, WrapPolicy())
+    ends = find_embedding_and_head(ModuleTree.read(model), WrapPolicy())
     rules = [
         by_class("SiglipEncoderLayer", "GemmaDecoderLayer", "SiglipVisionModel"),
         lambda _name, module: ends.get(id(module)),

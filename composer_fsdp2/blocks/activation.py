@@ -354,7 +354,7 @@ class _Leaving:
             # Strides stay: a product of another layout may be rounded in another way.
             copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
             device = torch.get_device_module(tensor.device)
-            stream = _copy_stream(tensor.device)
+            stream, _ = _copies(tensor.device)
             stream.wait_stream(device.current_stream(tensor.device))
             with device.stream(stream):
                 copied.copy_(tensor.detach(), non_blocking=True)
@@ -379,7 +379,7 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
     if where.type == "cpu":
         return copied
     device = torch.get_device_module(where)
-    stream, computing, asked = _copy_stream(where), device.current_stream(where), _asked(where)
+    (stream, asked), computing = _copies(where), device.current_stream(where)
     if len(asked) > _UNDER_WAY:
         # The host has to wait. It takes memory when it asks for a copy, and a stream that waits
         # would only begin the copy later. Copies that were used before are free then.
@@ -394,12 +394,9 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
 
 
 @functools.cache
-def _copy_stream(where: torch.device) -> Any:
-    """Makes one stream for both directions, so that nothing is read before it was written."""
-    return torch.get_device_module(where).Stream(where)
+def _copies(where: torch.device) -> tuple[Any, deque[Any]]:
+    """Returns the stream of copies, and events: when the computation last asked for tensors.
 
-
-@functools.cache
-def _asked(where: torch.device) -> deque[Any]:
-    """Returns events: when the computation last asked for tensors."""
-    return deque()
+    One stream for both directions, so that nothing is read before it was written.
+    """
+    return torch.get_device_module(where).Stream(where), deque()

@@ -390,19 +390,18 @@ class ChunkingPlan:
         return f"loss in {self.chunks} chunks: {', '.join(self.heads)}"
 
 
-def plan_chunking(model: nn.Module | ModuleTree, settings: ChunkingSpec) -> ChunkingPlan:
+def plan_chunking(tree: ModuleTree, settings: ChunkingSpec) -> ChunkingPlan:
     """Decides which heads leave their logits to the loss.
 
     Collective: no.
 
     Args:
-        model: the whole model, before anything is wrapped, or its tree.
+        tree: of the whole model, before anything is wrapped.
         settings: `chunked_loss`.
 
     Raises:
         PlanError: when there is no head.
     """
-    tree = ModuleTree.read(model)
     if settings.names:
         heads = list(select_modules(tree, "chunked_loss.names", settings.names))
     else:

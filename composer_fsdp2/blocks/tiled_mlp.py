@@ -44,21 +44,20 @@ class TilingPlan:
 
 
 def plan_tiling(
-    model: nn.Module | ModuleTree, settings: TilingSpec, *, units: Collection[str] = ()
+    tree: ModuleTree, settings: TilingSpec, *, units: Collection[str] = ()
 ) -> TilingPlan:
     """Decides which modules run in tiles.
 
     Collective: no.
 
     Args:
-        model: the whole model, before anything is wrapped, or its tree.
+        tree: of the whole model, before anything is wrapped.
         settings: `tiled_mlp`.
         units: names of the modules that gather their own parameters.
 
     Raises:
         PlanError: when nothing is chosen, or something that cannot be cut.
     """
-    tree = ModuleTree.read(model)
     if settings.classes or settings.names:
         chosen = select_modules(tree, "tiled_mlp.names", settings.names, settings.classes)
         chosen.pop("", None)

@@ -65,10 +65,10 @@ def refuse_unreadable(tree: ModuleTree) -> None:
                 f"{quoted(path, 'The model')} is sharded by FSDP2 already, by an earlier Trainer "
                 "or prepare_fully_shard of this process, or by your own fully_shard. Sharding "
                 "twice would mix shards of shards. Build the model anew for every Trainer, and "
-                "load its weights from a checkpoint (load_path) or from a state dict that was taken "
-                "inside `with composer_fsdp2.summon_full_params(model):`, before adapters are put "
-                "on it; or go on with the first Trainer (fit, eval). Take your own fully_shard "
-                "calls out."
+                "load its weights from a checkpoint (load_path) or from a state dict that was "
+                "taken inside `with composer_fsdp2.summon_full_params(model):`, before adapters "
+                "are put on it; or go on with the first Trainer (fit, eval). Take your own "
+                "fully_shard calls out."
             )
 
 

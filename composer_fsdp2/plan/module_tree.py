@@ -112,9 +112,6 @@ class ModuleTree:
             for name, param in module._parameters.items():
                 if param is not None:
                     tree.params.append(ParamRef(child_name(path, name), param, index))
-            if not module._modules:
-                postorder.setdefault(key)
-                continue
             on_path.add(key)
             stack.append((path, module, index, False))
             stack.extend(

@@ -96,13 +96,12 @@ def by_hf_blocks(model: nn.Module | ModuleTree) -> Rule | None:
     return _by_id(members, Decision(wrap=True, reason="_no_split_modules")) if members else None
 
 
-def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule]:
+def policy_rules(tree: ModuleTree, policy: WrapPolicy) -> list[Rule]:
     """Returns the rules of a `wrap_policy`, in order: names, classes, embeddings, head, size.
 
     Raises:
         PlanError: with every part of the policy that matches nothing.
     """
-    tree = ModuleTree.read(model)
     problems = [
         *unmatched_classes(tree, (s.pattern for s in policy.classes), "wrap_policy.classes"),
         *unmatched_names(tree, (s.pattern for s in policy.names), "wrap_policy.names"),
@@ -122,9 +121,7 @@ def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule
     return rules
 
 
-def find_embedding_and_head(
-    model: nn.Module | ModuleTree, policy: WrapPolicy
-) -> dict[int, Decision]:
+def find_embedding_and_head(tree: ModuleTree, policy: WrapPolicy) -> dict[int, Decision]:
     """Finds embeddings and heads to take out of their model's root unit, as `id(module): decision`.
 
     The root keeps what it gathered through the whole of backward. A head of its own is free once
@@ -133,7 +130,6 @@ def find_embedding_and_head(
     Face's getters, which MPT has too), whose weights nothing else holds, and of some size.
     """
     found: dict[int, tuple[nn.Module, Decision]] = {}
-    tree = ModuleTree.read(model)
     for _, owner in tree.modules():
         embedding, head = _asked(owner, "get_input_embeddings"), _asked(owner, _HEAD)
         if head is None or head is embedding:
@@ -170,7 +166,7 @@ def _asked(owner: nn.Module, getter: str) -> object:
 
 
 def with_fp32_islands(
-    model: nn.Module | ModuleTree,
+    tree: ModuleTree,
     patterns: Sequence[str] | None,
     gathered_in: torch.dtype | None,
     rules: Sequence[Rule],
@@ -181,7 +177,7 @@ def with_fp32_islands(
     in fp32 as well.
 
     Args:
-        model: the whole model.
+        tree: of the whole model.
         patterns: of the modules; `None` is what Hugging Face models list.
         gathered_in: dtype in which units are gathered; `None` is the parameters' own.
         rules: as for `plan_wrapping`.
@@ -189,7 +185,6 @@ def with_fp32_islands(
     Raises:
         PlanError: for a pattern that matches nothing.
     """
-    tree = ModuleTree.read(model)
     wanted = list(select_modules(tree, "keep_fp32", patterns or ()).values())
     for _, owner in tree.modules() if patterns is None else ():
         # Source: `_keep_in_fp32_modules` is for fp16 alone, `_keep_in_fp32_modules_strict` for

@@ -91,7 +91,7 @@ class Tied(Model):
 
 
 def chunked(model: Model, chunks: int = 4) -> Model:
-    plan = plan_chunking(model, ChunkingSpec(chunks=chunks))
+    plan = plan_chunking(ModuleTree.read(model), ChunkingSpec(chunks=chunks))
     ChunkedLoss().apply(ModuleTree.read(model), plan)
     return model
 
@@ -311,15 +311,15 @@ def test_what_watches_for_gradients_hears_before_the_first_chunk():
 def test_what_is_chosen():
     both = nn.ModuleDict({"a": Model(), "b": Tied()})
     spec = ChunkingSpec(chunks=2)
-    assert plan_chunking(both, spec).heads == ("a.lm_head", "b.embedding")
+    assert plan_chunking(ModuleTree.read(both), spec).heads == ("a.lm_head", "b.embedding")
     by_pattern = ChunkingSpec(chunks=2, names=("*.lm_head",))
-    plan = plan_chunking(both, by_pattern)
+    plan = plan_chunking(ModuleTree.read(both), by_pattern)
     assert plan == ChunkingPlan(heads=("a.lm_head",), chunks=2)
     assert str(plan) == "loss in 2 chunks: a.lm_head"
     with pytest.raises(PlanError, match="names no output head"):
-        plan_chunking(nn.Linear(2, 2), spec)
+        plan_chunking(ModuleTree.read(nn.Linear(2, 2)), spec)
     with pytest.raises(PlanError, match=r"'out' of chunked_loss\.names|chunked_loss\.names"):
-        plan_chunking(both, ChunkingSpec(chunks=2, names=("out",)))
+        plan_chunking(ModuleTree.read(both), ChunkingSpec(chunks=2, names=("out",)))
 
 
 def test_the_unit_that_owns_the_head_keeps_its_weights():
@@ -328,7 +328,7 @@ def test_the_unit_that_owns_the_head_keeps_its_weights():
         rules = [by_name(owner), root_rule] if owner else [root_rule]
         for freed in (True, 2):
             plan = plan_wrapping(model, rules, reshard_after_forward=freed)
-            kept = ChunkedLoss().adjust_units(plan_chunking(model, spec), plan)
+            kept = ChunkedLoss().adjust_units(plan_chunking(ModuleTree.read(model), spec), plan)
             for before, unit in zip(plan.units, kept.units, strict=True):
                 expected = False if unit.modules == (owner,) else before.reshard_after_forward
                 assert unit == replace(before, reshard_after_forward=expected)
@@ -339,7 +339,9 @@ def test_a_unit_inside_the_head_is_an_error():
     model.lm_head = nn.Sequential(model.lm_head, nn.Linear(VOCABULARY, VOCABULARY))
     plan = plan_wrapping(model, [by_name("lm_head.0"), root_rule])
     with pytest.raises(PlanError, match=r"'lm_head\.0' inside the head 'lm_head' is an FSDP unit"):
-        ChunkedLoss().adjust_units(plan_chunking(model, ChunkingSpec(chunks=2)), plan)
+        ChunkedLoss().adjust_units(
+            plan_chunking(ModuleTree.read(model), ChunkingSpec(chunks=2)), plan
+        )
 
 
 def test_a_head_that_is_called_in_another_way():

@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 
 def tiled(model: nn.Module, shards: int = 4, **spec) -> nn.Module:
-    plan = plan_tiling(model, TilingSpec(shards=shards, **spec))
+    plan = plan_tiling(ModuleTree.read(model), TilingSpec(shards=shards, **spec))
     TiledMLP().apply(ModuleTree.read(model), plan)
     return model
 
@@ -151,11 +151,11 @@ def test_what_is_chosen():
     model = nn.ModuleDict({"a": Model(), "b": Model(name="inner"), "mlps": nn.Linear(2, 2)})
     spec = TilingSpec(shards=2)
     for name in ("ffn", "feed_forward"):
-        assert plan_tiling(Model(name=name), spec).modules == (name,)
-    assert plan_tiling(model, spec) == TilingPlan(modules=("a.mlp",), shards=2)
+        assert plan_tiling(ModuleTree.read(Model(name=name)), spec).modules == (name,)
+    assert plan_tiling(ModuleTree.read(model), spec) == TilingPlan(modules=("a.mlp",), shards=2)
     by_name = TilingSpec(shards=2, names=("*.inner",), classes=("Wide",))
-    assert plan_tiling(model, by_name).modules == ("a.mlp", "b.inner")
-    assert str(plan_tiling(model, spec)) == "in 2 tiles: a.mlp"
+    assert plan_tiling(ModuleTree.read(model), by_name).modules == ("a.mlp", "b.inner")
+    assert str(plan_tiling(ModuleTree.read(model), spec)) == "in 2 tiles: a.mlp"
 
 
 class Mixes(nn.Module):
@@ -212,9 +212,9 @@ def test_calls_that_say_nothing_about_the_sequence(args, kwargs):
 )
 def test_modules_that_cannot_be_cut(mlp, spec, units, said):
     with pytest.raises(PlanError, match=said):
-        plan_tiling(Model(mlp), TilingSpec(shards=2, **spec), units=units)
+        plan_tiling(ModuleTree.read(Model(mlp)), TilingSpec(shards=2, **spec), units=units)
 
 
 def test_a_model_without_mlps():
     with pytest.raises(PlanError, match="no module is called mlp or ffn or feed_forward"):
-        plan_tiling(nn.Sequential(nn.Linear(2, 2)), TilingSpec(shards=2))
+        plan_tiling(ModuleTree.read(nn.Sequential(nn.Linear(2, 2))), TilingSpec(shards=2))

@@ -11,6 +11,7 @@ from torch import nn
 
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, by_hf_blocks, by_name, policy_rules, root_rule
 from composer_fsdp2.plan.wrap_plan import Rule, WrapPlan
@@ -26,12 +27,12 @@ def units(model: nn.Module, rules: list[Rule]) -> dict[str, str]:
 
 
 def by_policy(model: nn.Module, **policy) -> dict[str, str]:
-    return units(model, policy_rules(model, WrapPolicy(**policy)))
+    return units(model, policy_rules(ModuleTree.read(model), WrapPolicy(**policy)))
 
 
 def error_of(model: nn.Module, **policy) -> str:
     with pytest.raises(PlanError) as caught:
-        policy_rules(model, WrapPolicy(**policy))
+        policy_rules(ModuleTree.read(model), WrapPolicy(**policy))
     return str(caught.value)
 
 
@@ -93,7 +94,7 @@ def test_names_come_before_classes_and_the_first_pattern_wins():
     plan = plan_wrapping(
         model := TinyLM(),
         policy_rules(
-            model,
+            ModuleTree.read(model),
             WrapPolicy(
                 classes=(Selector("Block"),),
                 names=(Selector("blocks.0", FREE), Selector(r"re:blocks\.[01]")),
@@ -253,7 +254,9 @@ def test_gpt2_keeps_its_tie():
     plan = hf_plan(model)
     assert names(plan) == ["transformer.h.0", "transformer.h.1", ""]
     assert plan.tied == (("transformer.wte.weight", "lm_head.weight"),)
-    head = policy_rules(model, WrapPolicy(embeddings=UnitSettings(), lm_head=UnitSettings()))
+    head = policy_rules(
+        ModuleTree.read(model), WrapPolicy(embeddings=UnitSettings(), lm_head=UnitSettings())
+    )
     lifted = plan_wrapping(model, [*head, by_hf_blocks(model)]).owner_of()
     assert lifted["transformer.wte.weight"] == lifted["lm_head.weight"]
     assert lifted["lm_head.weight"].modules == ("",)

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule, with_fp32_islands
 from composer_fsdp2.plan.unit_size import UnitSizes
@@ -318,7 +319,7 @@ def test_what_is_registered_on_the_unit_itself_stays():
 
 
 def kept(model: nn.Module, patterns: Any, gathered_in: Any = torch.bfloat16) -> dict[str, Any]:
-    rules = with_fp32_islands(model, patterns, gathered_in, [BLOCKS, root_rule])
+    rules = with_fp32_islands(ModuleTree.read(model), patterns, gathered_in, [BLOCKS, root_rule])
     units = plan_wrapping(model, rules).units
     return {u.modules[0]: u.mixed_precision for u in units if u.mixed_precision is not None}
 
