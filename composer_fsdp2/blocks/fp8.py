@@ -11,12 +11,10 @@ them, so that whatever looks at the shards sees plain ones, and no scale is from
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import importlib
 import importlib.util
 from collections.abc import Collection, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,7 +156,7 @@ class Float8Linear(Transformation[Float8Plan]):
         """
         float8 = torchao_module("float8")
         recipe = float8.Float8LinearConfig.from_recipe_name(plan.settings.recipe)
-        config = dataclasses.replace(recipe, emulate=plan.settings.emulate)
+        config = replace(recipe, emulate=plan.settings.emulate)
         for name in plan.modules:
             layer = tree.root.get_submodule(name)
             converted = float8.convert_to_float8_training(layer, config=config)

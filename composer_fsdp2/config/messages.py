@@ -63,10 +63,8 @@ def one_of(names: Sequence[str]) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns a question with the known name closest to a misspelt one, or '' when none is."""
-    if len(str(word)) > _LONGEST_WORD:
-        return ""
     names = {str(name).lower(): str(name) for name in known}
-    if str(word) in names.values():
+    if len(str(word)) > _LONGEST_WORD or str(word) in names.values():
         return ""
     close = difflib.get_close_matches(str(word).lower(), list(names), n=1, cutoff=0.6)
     return f" Did you mean '{names[close[0]]}'?" if close else ""

@@ -78,8 +78,7 @@ _UNITS_AHEAD = ValueType(
 
 def _check_degrees(values: Mapping[str, Any], errors: list[str]) -> None:
     """Refuses two degrees that both take the ranks that are left."""
-    names = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
-    if all(values[name] == -1 for name in names):
+    if values["data_parallel_shard_degree"] == values["data_parallel_replicate_degree"] == -1:
         errors.append(
             "'data_parallel_shard_degree' and 'data_parallel_replicate_degree' are both -1. "
             "Only one of them can take the ranks the other leaves. Give one of them a number."

@@ -20,11 +20,10 @@ it, and `TOY.of(settings)` reads its value.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import PurePath
 from typing import Any, Generic, TypeVar
 
@@ -181,7 +180,7 @@ def settings_of(spec: type[Any]) -> Mapping[str, Setting[Any]]:
     """Reads the settings that a dataclass declares, in order; `MISSING` is no default."""
     return {
         found.name: Setting(name=found.name, default=found.default, **found.metadata)
-        for found in dataclasses.fields(spec)
+        for found in fields(spec)
         if "values" in found.metadata
     }
 
@@ -293,7 +292,7 @@ def null_or(values: ValueType) -> ValueType:
     def accepts(value: Any) -> bool:
         return value is None or values.accepts(value)
 
-    return dataclasses.replace(values, expected=f"{values.expected}, or null", accepts=accepts)
+    return replace(values, expected=f"{values.expected}, or null", accepts=accepts)
 
 
 def _is_path(value: Any) -> bool:

@@ -141,7 +141,8 @@ class JointExit:
         trains = threading.get_ident() == self._owner or backward_number() != -1
         if getattr(self._inside, "depth", 0) or not trains:
             return collective()
-        name, record = collective.name, collective.described()
+        # The name of a group is the same on all its ranks.
+        name, record = collective.group.group_name, collective.described()
         with self._lock:
             now = self._now
             if now.frozen:

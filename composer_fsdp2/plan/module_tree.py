@@ -208,13 +208,13 @@ def may_be_unit(tree: ModuleTree, index: int) -> bool:
     return has_forward(entry.module) and not reads_parts
 
 
-def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def tied_groups(model: nn.Module | ModuleTree) -> tuple[tuple[str, ...], ...]:
     """Finds the names that stand for the same weight.
 
     Collective: no. Two parameters over the same memory are one weight.
 
     Args:
-        model: on any device, sharded or not.
+        model: on any device, sharded or not, or its tree.
 
     Returns:
         Groups of two or more names, in the order of their first names.
@@ -260,10 +260,10 @@ def canonical_param_ids(refs: Iterable[ParamRef]) -> dict[int, int]:
     for ref in first.values():
         # Tensor subclasses (DTensor, quantized weights) keep their data elsewhere.
         # `data` is asked last: for a fake tensor that is an operation.
-        is_own = type(ref.param) is nn.Parameter or is_plain(ref.param)
-        plain = is_own or is_plain(ref.param.data)
-        if plain and ref.param.numel():
-            by_storage[storage_id(ref.param)].append(ref)
+        param = ref.param
+        plain = type(param) is nn.Parameter or is_plain(param) or is_plain(param.data)
+        if plain and param.numel():
+            by_storage[storage_id(param)].append(ref)
     representative = {key: key for key in first}
     for group in (refs for refs in by_storage.values() if len(refs) > 1):
         # Many parameters may share a file mapping without touching each other.

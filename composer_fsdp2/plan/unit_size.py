@@ -138,11 +138,9 @@ def divide_units(
     for parts_of in (_other_dtypes, _largest_parts):
         for unit, refs in owned.items():
             settings = chosen[tree.key_of(unit)].settings
-            precision = settings.mixed_precision
-            if isinstance(precision, PrecisionSpec):
+            if isinstance(precision := settings.mixed_precision, PrecisionSpec):
                 # The output dtype is that of what leaves the whole unit.
-                precision = replace(precision, output_dtype=None)
-                settings = replace(settings, mixed_precision=precision)
+                settings = replace(settings, mixed_precision=replace(precision, output_dtype=None))
             for key, reason in parts_of(tree, unit, refs, taken, sizes):
                 added[key] = Decision(wrap=True, reason=reason, settings=settings, is_block=False)
         if added:

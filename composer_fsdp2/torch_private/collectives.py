@@ -69,11 +69,6 @@ class Collective:
         """Makes the call. Collective: yes."""
         return self.original(**self.given)
 
-    @property
-    def name(self) -> str:
-        """Returns the group's name, which is the same on all its ranks."""
-        return self.group.group_name
-
     def described(self) -> Joined:
         """Returns the values that `join` needs, without tensors."""
         given = self.given.items()
