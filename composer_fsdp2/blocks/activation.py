@@ -119,10 +119,33 @@ def plan_activation(
         ('0',)
     """
     spec = settings if isinstance(settings, ActivationSpec) else ActivationSpec()
-    tree = ModuleTree.read(model)
+    tree, key = ModuleTree.read(model), "activation_checkpointing"
+    selected = select_modules(tree, f"{key}.names", spec.names, spec.classes)
+    positions = block_positions(tree)
+    by_name, counts = spec.names or spec.classes, (spec.every, spec.target) != (None, None)
+    if counts and not positions:
+        raise PlanError(
+            f"{key}.{'every' if spec.target is None else 'target'} counts blocks, but the model "
+            "has no list of blocks of one class. Nothing could be counted. Name the modules in "
+            f"{key}.names."
+        )
+
+    def is_wanted(name: str, module: nn.Module) -> bool:
+        if choose is not None and not by_name and not counts:
+            return choose(name, module)
+        wanted = name in (selected if by_name else positions)
+        if not wanted or not counts:
+            return wanted
+        block = next((outer for outer in outer_names(name) if outer in positions), None)
+        if block is None:
+            return False
+        index, count = positions[block]
+        if spec.target is not None:
+            return index in block_ids(spec.target, count)
+        return index % (spec.every or 1) == 0
+
     named = [(n, module) for n, module in tree.modules() if n and not is_wrapper(module)]
-    wanted = choose if choose is not None and not spec.chooses else _choice(tree, spec)
-    chosen = [(name, module) for name, module in named if wanted(name, module)]
+    chosen = [(name, module) for name, module in named if is_wanted(name, module)]
     if not chosen:
         raise PlanError(
             "Activation checkpointing is on, but no module was chosen for it. Nothing would be "
@@ -181,34 +204,6 @@ class ActivationCheckpointing(Transformation[ActivationPlan]):
                 "is run again in backward would write into the cache a second time.",
                 ", ".join(switched),
             )
-
-
-def _choice(tree: ModuleTree, spec: ActivationSpec) -> Choice:
-    """Returns the modules of the patterns, or all blocks, in the blocks that are asked for."""
-    key = "activation_checkpointing"
-    selected = select_modules(tree, f"{key}.names", spec.names, spec.classes)
-    positions = block_positions(tree)
-    counts = (spec.every, spec.target) != (None, None)
-    if counts and not positions:
-        raise PlanError(
-            f"{key}.{'every' if spec.target is None else 'target'} counts blocks, but the model "
-            "has no list of blocks of one class. Nothing could be counted. Name the modules in "
-            f"{key}.names."
-        )
-
-    def choose(name: str, _module: nn.Module) -> bool:
-        chosen = name in (selected if spec.names or spec.classes else positions)
-        if not chosen or not counts:
-            return chosen
-        block = next((outer for outer in outer_names(name) if outer in positions), None)
-        if block is None:
-            return False
-        index, count = positions[block]
-        if spec.target is not None:
-            return index in block_ids(spec.target, count)
-        return index % (spec.every or 1) == 0
-
-    return choose
 
 
 def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> None:
@@ -368,8 +363,8 @@ class _Leaving:
         while len(self._copies) > number:
             _, ended, tensor, _ = self._copies.popleft()
             if ended is not None:
-                computing = torch.get_device_module(tensor.device).current_stream(tensor.device)
-                computing.wait_event(ended)
+                where = tensor.device
+                torch.get_device_module(where).current_stream(where).wait_event(ended)
 
 
 def _from_cpu(packed: _Packed) -> torch.Tensor:

@@ -41,8 +41,6 @@ __all__ = [
     "check_tiling_together",
 ]
 
-Target = int | str | tuple[int | str, ...]
-
 _RANGE = re.compile(r"(first|middle|last)-[0-9]{1,9}|(range-)?[0-9]{1,9}-[0-9]{1,9}")
 _PATTERNS = replace(PATTERNS, parse=one_or_more)
 
@@ -78,7 +76,7 @@ class ActivationSpec:
         null_or(count("blocks")),
         "only in every n-th block, counted in each list of blocks, the first one included",
     )
-    target: Target | None = setting(
+    target: int | str | tuple[int | str, ...] | None = setting(
         None,
         null_or(
             ValueType(
@@ -112,11 +110,6 @@ class ActivationSpec:
         "the compiler chooses what is computed again: 1 keeps what it wants, 0 keeps the inputs "
         "of a block alone",
     )
-
-    @property
-    def chooses(self) -> bool:
-        """Whether it says itself which modules, so that the model's own function is not asked."""
-        return bool(self.classes or self.names) or (self.every, self.target) != (None, None)
 
 
 def _check_activation(key: str, value: ActivationSpec, errors: list[str]) -> None:

@@ -113,14 +113,13 @@ def _check_options(key: str, value: OptimizerState, errors: list[str]) -> None:
 
 def check_state_together(values: Mapping[str, Any], errors: list[str]) -> None:
     """Refuses another form of state where no step on local shards could read it."""
-    if values["optimizer_state"] == OptimizerState():
-        return
-    if values["local_step"] is False:
+    is_set = values["optimizer_state"] != OptimizerState()
+    if is_set and values["local_step"] is False:
         errors.append(
             "'optimizer_state' is set and 'local_step' is false. State in another form can be "
             "stepped on local shards only. Write local_step: auto, or leave it out."
         )
-    if values["cpu_offload"]:
+    if is_set and values["cpu_offload"]:
         errors.append(
             "'optimizer_state' and 'cpu_offload' are both set. cpu_offload keeps the state in CPU "
             "memory already, and the optimizer steps there. Take cpu_offload out and write "

@@ -14,7 +14,7 @@ graph ends there and begins anew, or is an error where `fullgraph=True` forbids 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -31,8 +31,8 @@ __all__ = ["conditional_modules", "move_units"]
 _ROUTERS = frozenset({"gate", "gating", "router", "wg"})
 
 
-def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[str]:
-    """Names the outermost modules that a rank may leave out, by structure and by `patterns`.
+def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> Iterator[str]:
+    """Yields names of the outermost modules that a rank may leave out, by structure and `patterns`.
 
     Lists of experts, and the towers of a Hugging Face model whose main input is text.
 
@@ -55,7 +55,6 @@ def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[
             reading = (m for m in owner.modules() if type(getattr(m, "config", None)) in others)
             towers.update(map(id, reading))
     inside: set[int] = set()
-    found: list[str] = []
     for index in tree.first_path.values():
         entry = tree.paths[index]
         module, name = entry.module, entry.path.rpartition(".")[2]
@@ -63,9 +62,8 @@ def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[
             continue
         above = tree.paths[entry.parent].module
         if id(module) in towers or entry.path in named or _holds_experts(module, name, above):
-            found.append(entry.path)
             inside.update(id(part) for part in module.modules())
-    return found
+            yield entry.path
 
 
 def _holds_experts(module: nn.Module, name: str, above: nn.Module) -> bool:

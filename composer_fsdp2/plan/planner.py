@@ -114,7 +114,7 @@ def plan_wrapping(
     owned = _owned(tree, refs, ties, units)
     for unit, held in owned.items():
         sizes.warn_of_large(tree.paths[unit].path, held)
-    made = _make_units(tree, owned, weight_of, units, chosen, reshard_after_forward)
+    made = [*_make_units(tree, owned, weight_of, units, chosen, reshard_after_forward)]
     if tied_weights == "error":
         problems += _forbidden_ties(tree, units, ties)
     problems += check_model(tree, made, refs, ties)
@@ -245,8 +245,8 @@ def _make_units(
     units: list[int],
     chosen: Mapping[int, Decision],
     run_reshard: Reshard,
-) -> list[ShardUnit]:
-    """Builds the units, children before parents, without those that would do nothing."""
+) -> Iterator[ShardUnit]:
+    """Yields the units, children before parents, without those that would do nothing."""
     enclosing_of = _nesting(tree, units, chosen)
     enclosing = set(enclosing_of.values())
     # Paths, then first paths, of modules with a trainable parameter in them, at whatever depth.
@@ -257,7 +257,6 @@ def _make_units(
             trained.add(index)
             index = tree.paths[index].parent
     needed = {tree.first_path[tree.key_of(index)] for index in trained}
-    made: list[ShardUnit] = []
     for key in (key for key in tree.postorder if key in chosen):
         index = tree.first_path[key]
         # A unit without parameters of its own still ties the units inside it together (one
@@ -270,20 +269,17 @@ def _make_units(
         # What runs next to a head is all of the model around it.
         trains = (enclosing_of.get(index) if decision.role == "head" else index) in needed
         at_once = trains and (top_level or decision.role == "head")
-        made.append(
-            ShardUnit(
-                modules=(tree.paths[index].path,),
-                params=tuple(ref.name for ref in refs),
-                numel=sum(weights.values()),
-                reshard_after_forward=_resolve_reshard(decision, at_once, run_reshard),
-                reason=decision.reason,
-                mixed_precision=decision.settings.mixed_precision,
-                top_level=top_level,
-                role=decision.role,
-                is_block=decision.is_block,
-            )
+        yield ShardUnit(
+            modules=(tree.paths[index].path,),
+            params=tuple(ref.name for ref in refs),
+            numel=sum(weights.values()),
+            reshard_after_forward=_resolve_reshard(decision, at_once, run_reshard),
+            reason=decision.reason,
+            mixed_precision=decision.settings.mixed_precision,
+            top_level=top_level,
+            role=decision.role,
+            is_block=decision.is_block,
         )
-    return made
 
 
 def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]) -> dict[int, int]:

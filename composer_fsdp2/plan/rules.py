@@ -157,11 +157,10 @@ _HEAD = "get_output_embeddings"
 
 def _asked(owner: nn.Module, getter: str) -> object:
     """Returns the embedding or head that a model's getter names, if the getter names one."""
-    if not hasattr(type(owner), getter):  # asking the module itself is slow where there is none
-        return None
-    # transformers' `get_input_embeddings` raises this where a model does not say what they are.
-    with contextlib.suppress(NotImplementedError):
-        return getattr(owner, getter)()
+    if hasattr(type(owner), getter):  # asking the module itself is slow where there is none
+        # transformers' `get_input_embeddings` raises this where a model does not say what they are.
+        with contextlib.suppress(NotImplementedError):
+            return getattr(owner, getter)()
     return None
 
 

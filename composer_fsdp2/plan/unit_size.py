@@ -65,16 +65,15 @@ class UnitSizes:
 
     def warn_of_large(self, unit: str, refs: Sequence[ParamRef]) -> None:
         """Says which parameter keeps a unit above the bound."""
-        if self.most is None or (size := self.bytes_of(refs)) <= self.most:
-            return
-        largest = max(refs, key=lambda ref: ref.param.numel())
-        warnings.warn(
-            f"The unit '{unit or '<root>'}' gathers {size:,} bytes, more than max_unit_bytes "
-            f"({self.most:,}), and cannot be divided further: its largest parameter, "
-            f"'{largest.name}', has {self.bytes_of([largest]):,}. That much is gathered at once. "
-            "Raise max_unit_bytes, or split the parameter in the model.",
-            stacklevel=2,
-        )
+        if self.most is not None and (size := self.bytes_of(refs)) > self.most:
+            largest = max(refs, key=lambda ref: ref.param.numel())
+            warnings.warn(
+                f"The unit '{unit or '<root>'}' gathers {size:,} bytes, more than max_unit_bytes "
+                f"({self.most:,}), and cannot be divided further: its largest parameter, "
+                f"'{largest.name}', has {self.bytes_of([largest]):,}. That much is gathered at "
+                "once. Raise max_unit_bytes, or split the parameter in the model.",
+                stacklevel=2,
+            )
 
 
 NO_BOUNDS = UnitSizes()

@@ -111,7 +111,7 @@ class PreparePlan:
         self.compute = _compute_dtype(precision, place)
         optional = settings.unused_parameters
         named = optional if isinstance(optional, tuple) else ()
-        self.conditional = [] if optional is False else conditional_modules(tree, named)
+        self.conditional = [] if optional is False else [*conditional_modules(tree, named)]
         units = self._plan_units(self.conditional)
         blocks = units.blocks()
         if self.conditional and (settings.activation_checkpointing or settings.compile):

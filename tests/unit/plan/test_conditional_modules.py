@@ -23,7 +23,7 @@ from tests.support.models import TinyLM, llama_config
 
 
 def found(model: nn.Module, *patterns: str) -> list[str]:
-    return conditional_modules(ModuleTree.read(model), patterns)
+    return [*conditional_modules(ModuleTree.read(model), patterns)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
