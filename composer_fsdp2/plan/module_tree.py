@@ -91,14 +91,9 @@ class ModuleTree:
         tree = cls()
         on_path: set[int] = set()
         postorder: dict[int, None] = {}
-        stack: list[tuple[str, nn.Module, int, bool]] = [("", model, -1, True)]
-        while stack:
-            path, module, parent, entering = stack.pop()
+
+        def enter(path: str, module: nn.Module, parent: int) -> None:
             key = id(module)
-            if not entering:
-                on_path.discard(key)
-                postorder.setdefault(key)
-                continue
             if key in on_path:
                 outer = tree.paths[tree.first_path[key]].path
                 raise PlanError(
@@ -113,13 +108,14 @@ class ModuleTree:
                 if param is not None:
                     tree.params.append(ParamRef(child_name(path, name), param, index))
             on_path.add(key)
-            stack.append((path, module, index, False))
-            stack.extend(
-                # Activation wrappers do not appear in names, as they do not in `state_dict()`.
-                (path if name == _WRAPPED else child_name(path, name), child, index, True)
-                for name, child in reversed(module._modules.items())
-                if child is not None
-            )
+            for name, child in module._modules.items():
+                if child is not None:
+                    # Activation wrappers do not appear in names, as they do not in `state_dict()`.
+                    enter(path if name == _WRAPPED else child_name(path, name), child, index)
+            on_path.discard(key)
+            postorder.setdefault(key)
+
+        enter("", model, -1)
         tree.postorder = list(postorder)
         first = tree.first_path.values()
         tree._once = [(tree.paths[index].path, tree.paths[index].module) for index in first]
@@ -140,12 +136,8 @@ class ModuleTree:
 
     def lowest_common_parent(self, paths: Iterable[int]) -> int:
         """Returns the deepest path above all of `paths` whose module has a `forward`."""
-        lines = [self.line_to(index) for index in paths]
-        common = 0
-        for level in zip(*lines, strict=False):
-            if len(set(level)) > 1:
-                break
-            common = level[0]
+        # The deepest has the highest number: parents come before their children.
+        common = max(set.intersection(*(set(self.line_to(index)) for index in paths)))
         while common > 0 and not has_forward(self.paths[common].module):
             common = self.paths[common].parent
         return common

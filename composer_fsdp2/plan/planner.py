@@ -249,14 +249,10 @@ def _make_units(
     """Yields the units, children before parents, without those that would do nothing."""
     enclosing_of = _nesting(tree, units, chosen)
     enclosing = set(enclosing_of.values())
-    # Paths, then first paths, of modules with a trainable parameter in them, at whatever depth.
-    trained: set[int] = set()
-    for ref in tree.params:
-        index = ref.path_index if ref.param.requires_grad else -1
-        while index >= 0 and index not in trained:
-            trained.add(index)
-            index = tree.paths[index].parent
-    needed = {tree.first_path[tree.key_of(index)] for index in trained}
+    # First paths of modules with a trainable parameter in them, at whatever depth.
+    trained = {ref.path_index for ref in tree.params if ref.param.requires_grad}
+    above = {index for path in trained for index in tree.line_to(path)}
+    needed = {tree.first_path[tree.key_of(index)] for index in above}
     for key in (key for key in tree.postorder if key in chosen):
         index = tree.first_path[key]
         # A unit without parameters of its own still ties the units inside it together (one

@@ -82,10 +82,10 @@ def by_hf_blocks(model: nn.Module | ModuleTree) -> Rule | None:
     Returns:
         The rule, or `None` when nothing in the model has such a list.
     """
-    listed: set[str] = set()
     modules = [module for _, module in ModuleTree.read(model).modules()]
-    for module in modules:
-        listed.update(attribute_of(module, "_no_split_modules") or ())
+    listed = {
+        name for module in modules for name in attribute_of(module, "_no_split_modules") or ()
+    }
     members = {
         id(child)
         for module in modules
@@ -247,11 +247,9 @@ def _members(
 
 def output_heads(tree: ModuleTree) -> list[nn.Module]:
     """Returns the heads that Hugging Face models name, and modules called `lm_head`."""
-    heads: dict[int, nn.Module] = {}
-    for name, module in tree.modules():
-        called = module if name.rpartition(".")[2] == "lm_head" else None
-        found = (_asked(module, _HEAD), called)
-        heads.update((id(head), head) for head in found if isinstance(head, nn.Module))
+    named = [_asked(module, _HEAD) for _, module in tree.modules()]
+    called = [module for name, module in tree.modules() if name.rpartition(".")[2] == "lm_head"]
+    heads = {id(head): head for head in (*named, *called) if isinstance(head, nn.Module)}
     return list(heads.values())
 
 

@@ -100,11 +100,9 @@ def small_units(
     size = defaultdict(int, {unit: sizes.bytes_of(refs) for unit, refs in owned.items()})
     joining: set[int] = set()
     ends: list[int] = []
-    for key in tree.postorder:
-        unit = tree.first_path[key]
-        if key not in chosen or unit not in around:
-            continue
-        outer, settings = around[unit], chosen[key].settings
+    for key in (key for key in tree.postorder if key in chosen and tree.first_path[key] in around):
+        unit, settings = tree.first_path[key], chosen[key].settings
+        outer = around[unit]
         if settings == UnitSettings() and 0 < size[unit] < (sizes.least or 0):
             size[outer] += size[unit]
             joining.add(key)
