@@ -208,7 +208,7 @@ def find_keys(
         return found, -sum(key.startswith(added) for key in left)
 
     added, key_of = max(_namings(tensors, recomputed, base), key=fitness)
-    group_of = {name: names for names in tied_groups(tree.root) for name in names}
+    group_of = {name: names for names in tied_groups(tree) for name in names}
     keys: dict[str, str] = {}
     missing: list[str] = []
     misfits: list[str] = []

@@ -96,9 +96,7 @@ def _remove(holder: Any, way: Sequence[str | int]) -> None:
         del holder[first]
 
 
-def notes_of(
-    saved: Checkpoint, flat: Mapping[str, Any], left_out: Iterable[str]
-) -> Iterator[str]:
+def notes_of(saved: Checkpoint, flat: Mapping[str, Any], left_out: Iterable[str]) -> Iterator[str]:
     """Yields sentences about tensors that the run keeps in a lower precision, and left out values.
 
     Left out is what the run and the checkpoint do not both have.
