@@ -105,7 +105,8 @@ def convert(
                     )
         except KeyboardInterrupt:
             raise CheckpointError(
-                f"Interrupted, and '{destination}' is not whole. Nothing of it is left. Try again."
+                f"Interrupted before '{destination}' was complete. Nothing is left of it, because "
+                "half a checkpoint is none. Convert again."
             ) from None
         files = [item for item in destination.rglob("*") if item.is_file()] or [destination]
         sizes = {item.name: item.stat().st_size for item in sorted(files)}
