@@ -88,38 +88,40 @@ class ModuleTree:
         """
         if isinstance(model, ModuleTree):
             return model
-        tree = cls()
-        on_path: set[int] = set()
-        postorder: dict[int, None] = {}
-
-        def enter(path: str, module: nn.Module, parent: int) -> None:
-            key = id(module)
-            if key in on_path:
-                outer = tree.paths[tree.first_path[key]].path
-                raise PlanError(
-                    f"'{path}' is {quoted(outer, 'the whole model')} again: the module contains "
-                    "itself. torch's own train(), to() and state_dict() would never end. Hold it "
-                    f"outside registration: `self.__dict__['{path.rpartition('.')[2]}'] = module`."
-                )
-            index = len(tree.paths)
-            tree.paths.append(ModulePath(path, module, parent))
-            tree.first_path.setdefault(key, index)
-            for name, param in module._parameters.items():
-                if param is not None:
-                    tree.params.append(ParamRef(child_name(path, name), param, index))
-            on_path.add(key)
-            for name, child in module._modules.items():
-                if child is not None:
-                    # Activation wrappers do not appear in names, as they do not in `state_dict()`.
-                    enter(path if name == _WRAPPED else child_name(path, name), child, index)
-            on_path.discard(key)
-            postorder.setdefault(key)
-
-        enter("", model, -1)
+        tree, postorder = cls(), dict[int, None]()
+        tree._enter("", model, -1, set(), postorder)
         tree.postorder = list(postorder)
         first = tree.first_path.values()
         tree._once = [(tree.paths[index].path, tree.paths[index].module) for index in first]
         return tree
+
+    # No function inside `read`: one that calls itself would keep the tree, and with it full
+    # parameters, until Python collects its cycles.
+    def _enter(
+        self, path: str, module: nn.Module, parent: int, on_path: set[int], done: dict[int, None]
+    ) -> None:
+        key = id(module)
+        if key in on_path:
+            outer = self.paths[self.first_path[key]].path
+            raise PlanError(
+                f"'{path}' is {quoted(outer, 'the whole model')} again: the module contains "
+                "itself. torch's own train(), to() and state_dict() would never end. Hold it "
+                f"outside registration: `self.__dict__['{path.rpartition('.')[2]}'] = module`."
+            )
+        index = len(self.paths)
+        self.paths.append(ModulePath(path, module, parent))
+        self.first_path.setdefault(key, index)
+        for name, param in module._parameters.items():
+            if param is not None:
+                self.params.append(ParamRef(child_name(path, name), param, index))
+        on_path.add(key)
+        for name, child in module._modules.items():
+            if child is not None:
+                # Activation wrappers do not appear in names, as they do not in `state_dict()`.
+                below = path if name == _WRAPPED else child_name(path, name)
+                self._enter(below, child, index, on_path, done)
+        on_path.discard(key)
+        done.setdefault(key)
 
     @property
     def root(self) -> nn.Module:
