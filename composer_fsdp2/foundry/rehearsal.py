@@ -138,19 +138,21 @@ def _read_config(
     found: Rehearsal, cfg: DictConfig, cluster: Cluster
 ) -> tuple[dict[str, Any], Any] | None:
     """Reads the run as LLM Foundry does; returns the configuration for loggers, and its own."""
-    with found.step("The configuration"), environment(cluster.first_rank()):
-        return make_dataclass_and_log_config(cfg, TrainConfig, TRAIN_CONFIG_KEYS, transforms="all")
-    # Goes on with known keys and a batch that can be divided, to find what else there is.
-    with found.step("The configuration"), environment(cluster.first_rank()):
-        plain: Any = OmegaConf.to_container(cfg, resolve=True)
-        known = (*TRAIN_CONFIG_KEYS, "parallelism_config")
-        given = {key: value for key, value in plain.items() if key in known}
-        if "global_train_batch_size" in given:
-            given["global_train_batch_size"] = cluster.ranks
-        others = [name for name in registry.config_transforms.get_all() if name != NAME]
-        return make_dataclass_and_log_config(
-            OmegaConf.create(given), TrainConfig, TRAIN_CONFIG_KEYS, transforms=others
-        )
+    transforms, given = [*registry.config_transforms.get_all()], cfg
+    # Goes on with a batch that can be divided, then with known keys alone: there may be more.
+    for names in (transforms, transforms, [name for name in transforms if name != NAME]):
+        with found.step("The configuration"), environment(cluster.first_rank()):
+            return make_dataclass_and_log_config(
+                given, TrainConfig, TRAIN_CONFIG_KEYS, transforms=names
+            )
+        with found.step("The configuration"):
+            plain: Any = OmegaConf.to_container(cfg, resolve=True)
+            if "global_train_batch_size" in plain:
+                plain["global_train_batch_size"] = cluster.ranks
+            if given is not cfg:
+                known = (*TRAIN_CONFIG_KEYS, "parallelism_config")
+                plain = {key: value for key, value in plain.items() if key in known}
+            given = OmegaConf.create(plain)
     return None
 
 
