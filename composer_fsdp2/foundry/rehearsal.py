@@ -139,7 +139,7 @@ def _read_config(
 ) -> tuple[dict[str, Any], Any] | None:
     """Reads the run as LLM Foundry does; returns the configuration for loggers, and its own."""
     transforms, given = [*registry.config_transforms.get_all()], cfg
-    # Goes on with a batch that can be divided, then with known keys alone: there may be more.
+    # Goes on with a batch that can be divided, then with known keys alone, to find other mistakes.
     for names in (transforms, transforms, [name for name in transforms if name != NAME]):
         with found.step("The configuration"), environment(cluster.first_rank()):
             return make_dataclass_and_log_config(

@@ -50,7 +50,7 @@ _ORDER = "_fsdp2_row_order"
 """attribute of a parameter, for `order_of`"""
 
 States = Mapping[int, Mapping[Any, Any]]
-"""what an optimizer has of each parameter, by their numbers in its state dict"""
+"""state of each parameter, by its number in the state dict of the optimizer"""
 _Change = Callable[[Mapping[int, tuple[Any, Any]], States], States]
 
 
@@ -135,7 +135,7 @@ def cut_in_order(placements: Sequence[Placement]) -> list[int]:
 
 
 def rows_of(count: int, ranks: int, rank: int) -> range:
-    """The rows of a rank. One past the end has none, as `torch.chunk` and FSDP2 have it.
+    """Returns the rows of a rank. A rank past the end has none, as with `torch.chunk` and FSDP2.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_common.py#L121
     """
@@ -221,7 +221,7 @@ def to_ranks_order(value: Any, order: RowOrder | None, like: torch.Tensor | None
 def show_usual_form(
     module: nn.Module, show: Callable[..., None], load: Callable[..., None]
 ) -> None:
-    """Has state dicts of a module show what others know, in the place of what ranks hold.
+    """Shows state dicts of a module in the form of a model that is not divided.
 
     Collective: no, but each state dict is from then on, as the functions are.
 

@@ -52,7 +52,7 @@ _FREQUENT = {
 }
 """operators whose result has the device of their arguments, and a shape that follows from shapes"""
 _PLACES = {"device", "out"}
-"""keywords that say where a result is"""
+"""keyword arguments that choose the memory of a result"""
 _MASKS = {torch.bool, torch.uint8}
 """dtypes of an index whose values decide how many elements a result has"""
 _KNOWN_ELEMENTS = 2**20
@@ -100,8 +100,8 @@ def fake_ranks(ranks: int, rank: int = 0) -> Generator[FakeTensorMode]:
 class _Mode(FakeTensorMode):
     """Runs the kernels of frequent operators at once.
 
-    torch's own way of it checks each operator against a dozen rules, which takes some 0.2 ms. A
-    mixture of experts calls hundreds of thousands.
+    torch's own dispatch checks each operator against a dozen rules, which takes some 0.2 ms. The
+    trace of a mixture of experts calls hundreds of thousands of operators.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -38,7 +38,7 @@ class _Part:
     local: torch.Tensor
 
     def own_block(self, ranks: int, rank: int) -> _Block:
-        """Returns what FSDP2 gives a rank of those with the expert; groups follow each other."""
+        """Returns the block of a rank; the ranks of one group of experts have numbers in a row."""
         degree = self.held.mesh.degree
         shard, place = divmod(rank, degree)
         block, dim = list(map(range, self.shape)), self.held.dim or 0
@@ -51,12 +51,12 @@ class _Part:
         return tuple(block)
 
     def usual_block(self, ranks: int, rank: int) -> _Block:
-        """Returns what FSDP2 alone would give a rank of all."""
+        """Returns the block of a rank where FSDP2 divides the tensor over all ranks."""
         return (rows_of(self.shape[0], ranks, rank), *map(range, self.shape[1:]))
 
 
 def _part(held: Held, param: DTensor, value: torch.Tensor) -> _Part:
-    """A parameter or a value that is divided like it."""
+    """Makes the part of a parameter, or of state that is divided as the parameter is."""
     local = value.to_local() if isinstance(value, DTensor) else value
     # The backend of the mesh sends from its own devices.
     return _Part(held, held.whole_shape(param.shape), local.to(param.device_mesh.device_type))
@@ -149,7 +149,7 @@ def _to_all(parts: Mapping[Any, _Part]) -> dict[Any, DTensor]:
 
 
 def _to_own(values: Mapping[Any, tuple[Any, DTensor, Held]]) -> dict[Any, Any]:
-    """Returns what this rank loads of values of a state dict, each with its parameter.
+    """Returns the values that this rank loads from a state dict.
 
     Collective: yes, as `_moved`.
     """
