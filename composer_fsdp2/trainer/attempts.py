@@ -23,7 +23,7 @@ from composer_fsdp2.torch_private.tensors import tree_leaves
 if TYPE_CHECKING:
     from composer_fsdp2.guards.joint_exit import JointExit
 
-__all__ = ["Attempt", "exit_of", "leaving_together", "lower_size_that_thrashes"]
+__all__ = ["Attempt", "exit_of", "leaving_together", "lower_size_that_thrashes", "tensors_of"]
 
 _THRASHES = 2
 """batches in a row with retried allocations, at which Composer lowers the size"""
@@ -41,6 +41,11 @@ def leaving_together(run: Run, auto: bool) -> contextlib.AbstractContextManager[
     """Counts collectives where a smaller microbatch may be tried. Collective: yes, at the end."""
     exit_ = exit_of(run) if auto else None
     return contextlib.nullcontext() if exit_ is None else exit_.watching()
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """Returns the tensors of a batch, in any nesting; other leaves may only look like them."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 class Attempt:
@@ -63,8 +68,7 @@ class Attempt:
             metric.reset()
             self._snapshot.keep_metric(metric)
         # A microbatch is a view of its batch, which a transform may change in place.
-        leaves = tree_leaves(trainer.state.batch)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_of(trainer.state.batch)
         # torch counts the changes of a tensor in place in its `_version`.
         self._versions = [] if searching else [(one, one._version) for one in tensors]
         if searching:
@@ -89,11 +93,12 @@ class Attempt:
             self._stepped = True
             return loss if use_grad_scaling else loss.item()
 
-        with contextlib.ExitStack() as stack:
+        # Apart: what an exit in a stack raises refers to itself, and would keep the attempt alive.
+        together = contextlib.nullcontext() if exit_ is None else exit_.attempt(self._let_go)
+        with contextlib.ExitStack() as stack, together:
             if self._searching:
                 stack.callback(OOMGuard(self._run, agree=False).remove)
             if exit_ is not None:
-                stack.enter_context(exit_.attempt(self._let_go))
                 exit_.begin()
             size = state.device_train_microbatch_size
             microbatches = trainer._train_data_spec.split_batch(batch, size)

@@ -39,12 +39,12 @@ from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.step.unused_parameters import UnusedParameters
-from composer_fsdp2.torch_private.tensors import tree_leaves
 from composer_fsdp2.trainer.attempts import (
     Attempt,
     exit_of,
     leaving_together,
     lower_size_that_thrashes,
+    tensors_of,
 )
 from composer_fsdp2.trainer.groups import counting_groups, refuse_auto
 from composer_fsdp2.trainer.override_attribute import override_attribute
@@ -189,7 +189,7 @@ class _Evaluation(_Even):
         if self._kept is None:
             self._kept = Snapshot(self.run.device)
             self._kept.keep_buffers(self.run.model)
-            self._kept.keep(tree_leaves(batch))
+            self._kept.keep(tensors_of(batch))
             for metric in self._metrics.values():
                 self._kept.keep_metric(metric)
         else:  # this batch again; on every rank, as some may have left units gathered

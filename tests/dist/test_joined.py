@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import weakref
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composer_fsdp2 import installed
 from composer_fsdp2.guards import joint_exit
 from composer_fsdp2.torch_private.collectives import Joined, around_collectives, join
+from composer_fsdp2.trainer.attempts import Attempt
 from tests.support.models import TinyComposer
 from tests.support.training import built, samples_of, trainer_for
 
@@ -112,3 +114,33 @@ def test_a_rank_has_let_go_of_its_graph_before_it_joins():
         trainer.close()
     assert not any(alive)
     assert bool(alive) == (dist.get_rank() == 1)
+
+
+@pytest.mark.world_size(2, timeout=60)
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
+def test_an_attempt_is_gone_when_the_next_one_computes():
+    model, attempts, alive = built(TinyComposer), list[Any](), list[bool]()
+    compute = Attempt.compute
+
+    def note(attempt: Any, *args: Any) -> Any:
+        alive.extend(one() is not None for one in attempts)
+        attempts.append(weakref.ref(attempt))
+        return compute(attempt, *args)
+
+    with installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attempt, "compute", note)
+        trainer = trainer_for(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            samples_of(2, 8),
+            device_train_microbatch_size="auto",
+            callbacks=[Fails()],
+        )
+        gc.disable()  # memory is wanted at once
+        try:
+            trainer.fit()
+        finally:
+            gc.enable()
+        trainer.close()
+    assert alive
+    assert not any(alive)

@@ -502,6 +502,38 @@ def test_evaluating_leaves_the_model_as_it_was():
     assert found[0] == found[1]
 
 
+class Items(dict[str, torch.Tensor]):
+    """A batch of a kind that nobody knows: it is asked for attributes that it has not."""
+
+    __getattr__ = dict[str, torch.Tensor].__getitem__
+
+
+class OfItems(Measured):
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.net(batch["ids"])
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> torch.Tensor:
+        return self.forward(batch)
+
+    def update_metric(self, batch: Any, outputs: torch.Tensor, metric: Metric) -> None:
+        super().update_metric((batch["ids"], batch["targets"]), outputs, metric)
+
+
+@pytest.mark.world_size(2)
+def test_an_evaluation_keeps_no_batch_that_only_looks_like_a_dict():
+    samples = samples_of(1, 8 * dist.get_world_size())
+    data = loader_of(samples, 8)
+    collate = data.collate_fn
+    data.collate_fn = lambda found: Items(zip(("ids", "targets"), collate(found), strict=True))
+    model = built(OfItems)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with installed():
+        trainer = trainer_for(model, optimizer, samples, eval_dataloader=data)
+        trainer.state.evaluators[0].auto_microbatching = True
+        trainer.eval()
+        assert trainer.state.eval_metric_values["entropy"] > 0
+
+
 @pytest.mark.world_size(2)
 def test_a_second_fit_begins_with_a_guard():
     """Its data may be longer than that of the first."""
