@@ -92,8 +92,13 @@ class Document:
         for path, key, value in _pairs(self.root, ()):
             self.pairs.setdefault(path, (key, value))
             values.setdefault(path, []).append(getattr(value, "value", None))
+        # What is inside of keys that are written twice is in two mappings.
         self.duplicates = {
-            p: given for p, given in values.items() if len(given) > 1 and p[-1] != "<<"
+            path: given
+            for path, given in values.items()
+            if len(given) > 1
+            and path[-1] != "<<"
+            and all(len(values[outer]) == 1 for outer in _outer_paths(path)[:-1] if outer in values)
         }
         """keys written twice in one mapping, with all their values"""
 

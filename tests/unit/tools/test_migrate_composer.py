@@ -309,6 +309,15 @@ def test_a_key_written_twice_is_a_decision():
     assert settings_of(migrate(text, decisions={"verbose": False}))["verbose"] is False
 
 
+def test_what_two_merged_mappings_share_is_not_written_twice():
+    text = (
+        "a: &a {x: 1}\nb: &b {x: 2}\nmerged:\n  <<: *a\n  <<: *b\nfsdp_config:\n  verbose: true\n"
+    )
+    assert settings_of(migrate(text))["verbose"] is True
+    with pytest.raises(ConfigError, match=r"says 'top' more than once"):
+        migrate("top: {x: 1}\ntop: {x: 2}\nfsdp_config: {verbose: true}\n")
+
+
 def test_ranks_decide_what_depends_on_them():
     text = dump({"fsdp_config": {"sharding_strategy": "HYBRID_SHARD"}})
     (entry,) = migrate(text).having(Status.DECISION)
