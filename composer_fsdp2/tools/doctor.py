@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer_fsdp2.config.messages import ascii_repr
-from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.config.schema import FSDP2Config, known_settings
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.report import fits
 from composer_fsdp2.foundry.findings import Finding, findings_of
@@ -93,7 +93,7 @@ class Run:
     settings: FSDP2Config | None = None
     """with FSDP2 only"""
     written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """the same, without defaults"""
+    """the same, before defaults of this package are filled in"""
     ranks: int
     ranks_per_node: int
     on_gpus: bool
@@ -541,7 +541,6 @@ _OWN_LINES = {
     "reshard_after_forward",
     "mixed_precision",
     "state_dict_type",
-    "version",
 }
 """settings that are described in lines of their own"""
 _RESHARDS: dict[Any, str] = {
@@ -561,7 +560,7 @@ _STATE_DICTS = {
 
 
 def describe_run(run: Run) -> list[tuple[str, str]]:
-    """Returns the run in labels and texts, and other settings as they are written."""
+    """Returns the run in labels and texts; other settings as written, if not their default."""
     nodes = "1 node" if run.nodes == 1 else f"{run.nodes} nodes"
     where = "GPUs" if run.on_gpus else "the CPU (--gpus-per-node N: elsewhere, on GPUs)"
     lines = [("asks for", run.asks), ("ranks", f"{run.ranks} on {nodes}, on {where}")]
@@ -595,7 +594,7 @@ def describe_run(run: Run) -> list[tuple[str, str]]:
         lines.append(("precision", f"{text}, reduces gradients in {dtypes[1]}"))
     reshard, kind = settings.reshard_after_forward, settings.state_dict_type
     text = _RESHARDS.get(reshard, f"after forward, groups of {reshard} ranks keep one copy")
-    init = run.value("model.init_device")
+    init, known = run.value("model.init_device"), known_settings()
     return [
         *lines,
         ("reshard", f"{str(reshard).lower()}: {text}"),
@@ -604,7 +603,7 @@ def describe_run(run: Run) -> list[tuple[str, str]]:
         *(
             (name, ascii_repr(value))
             for name, value in run.written.items()
-            if name not in _OWN_LINES
+            if name in known and name not in _OWN_LINES and value != known[name].default
         ),
     ]
 

@@ -723,6 +723,11 @@ def test_the_report_fits_a_terminal(tree, monkeypatch):
     monkeypatch.chdir(tree({"a.py": "\n".join(code for _, code, _ in CASES)}))
     result = run("--code", "a.py")
     assert max(map(len, result.stdout.splitlines())) <= 100
+    fits = "FSDP.state_dict_type(" + "x" * 62 + ")"
+    Path("b.py").write_text(f"{FSDP}{fits}\n{fits}#\n")
+    lines = run("--code", "b.py").stdout.splitlines()
+    assert f"      b.py:2:6  {fits}" in lines
+    assert f"      b.py:3:6  {fits}"[:97] + "..." in lines
     shown = [row.title for row in CODE_ROWS if f": {row.title}" in result.stdout]
     assert len(shown) == len(CODE_ROWS)
 

@@ -309,6 +309,11 @@ def test_a_key_written_twice_is_a_decision():
     assert settings_of(migrate(text, decisions={"verbose": False}))["verbose"] is False
 
 
+def test_a_mapping_written_twice_is_a_decision_too():
+    text = "fsdp_config:\n  mixed_precision: {a: 1}\n  mixed_precision: {a: 2}\n"
+    assert entry_of(migrate(text), "fsdp_config.mixed_precision").status is DEC
+
+
 def test_what_two_merged_mappings_share_is_not_written_twice():
     text = (
         "a: &a {x: 1}\nb: &b {x: 2}\nmerged:\n  <<: *a\n  <<: *b\nfsdp_config:\n  verbose: true\n"

@@ -174,7 +174,8 @@ def _describe_file(file: CodeFile) -> Iterator[str]:
         row = uses[0].row
         yield f"  {'' if certain else f'{_PERHAPS} '}{row.kind.value}: {title}"
         for use in uses:
-            yield shortened(f"      {file.path}:{use.line}:{use.column}  {use.code}", _WIDTH - 3)
+            line = f"      {file.path}:{use.line}:{use.column}  {use.code}"
+            yield line if len(line) <= _WIDTH else shortened(line, _WIDTH - 3)
             if use.replacement is not None:
                 yield from _wrapped("        write: ", use.replacement)
         yield from _wrapped("      use: ", row.use)
