@@ -54,7 +54,7 @@ from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.foundry.cluster import LAUNCHED, Cluster, environment
 from composer_fsdp2.foundry.findings import Findings
-from composer_fsdp2.foundry.names import NAME
+from composer_fsdp2.foundry.names import NAME, refuse_unknown
 from composer_fsdp2.foundry.registered import register, register_names
 from composer_fsdp2.parallel.division import Division, GroupSizes
 from composer_fsdp2.plan.unit_size import frozen_elements
@@ -153,6 +153,9 @@ def _read_config(
                 known = (*TRAIN_CONFIG_KEYS, "parallelism_config")
                 plain = {key: value for key, value in plain.items() if key in known}
             given = OmegaConf.create(plain)
+    with found.step("The configuration"):
+        whole: Any = OmegaConf.to_container(cfg, resolve=True)
+        refuse_unknown(whole)  # a key that is missing may be a misspelt one
     return None
 
 

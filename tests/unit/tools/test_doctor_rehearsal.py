@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from composer_fsdp2.cli import main
 from tests.support import foundry
 from tests.support.foundry import FSDP2, run_of
-from tests.support.run_mistakes import MISTAKES, changed, good, mistaken
+from tests.support.run_mistakes import GONE, MISTAKES, changed, good, mistaken
 from tests.support.yaml_models import SHAPES
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
@@ -222,6 +222,15 @@ def test_a_batch_that_cannot_be_divided_hides_nothing(doctor, assets: Path):
     assert code == 1
     assert "7 is not divisible" in said
     assert "Invalid learning rate" in said
+
+
+def test_a_key_that_is_missing_because_it_is_misspelt(doctor, assets: Path):
+    changes = {"global_train_batch_size": GONE, "global_train_batch_sise": 8}
+    code, said = doctor(changed(good(assets), changes))
+    assert code == 1
+    assert "'global_train_batch_size' is missing" in said
+    assert "'global_train_batch_sise' is not a key" in said
+    assert "Did you mean 'global_train_batch_size'?" in said
 
 
 # --- Runs of this repository. ---
