@@ -99,7 +99,7 @@ def plan(
             lines = comparison_lines(compare.partition("=")[0], found, known or GPUS["H100"])
             typer.echo("\n".join(lines))
             return
-        rehearsal = _planned(run, _read(run, overrides or []), cluster)
+        rehearsal = _planned(_read(run, overrides or []), cluster)
         if search or write:
             _search(run, rehearsal, cluster, known or GPUS["H100"], memory, write=write)
             return
@@ -167,7 +167,7 @@ def _cluster_named(
     return dataclasses.replace(cluster, on_gpus=cluster.on_gpus or on_gpus)
 
 
-def _planned(run: Path, cfg: DictConfig, cluster: Cluster) -> Rehearsal:
+def _planned(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
     """Rehearses a run and tells what it finds; ends where the model cannot be planned."""
     found = rehearsed(cfg, cluster)
     for finding in found.findings:
@@ -204,7 +204,7 @@ def _compared(
         )
     found: list[tuple[str, Forecast]] = []
     for value in values.split(","):
-        rehearsal = _planned(run, _read(run, [*overrides, f"{key}={value}"]), cluster)
+        rehearsal = _planned(_read(run, [*overrides, f"{key}={value}"]), cluster)
         if (forecast := forecast_of(rehearsal, cluster)) is None:
             raise ConfigError(
                 f"With {key}={value} the optimizer cannot be built. There would be nothing to "
