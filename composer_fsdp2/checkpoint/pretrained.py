@@ -73,8 +73,9 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     index = folder / _INDEX
     if not folder.is_dir():
         raise CheckpointError(
-            f"'{folder}' is no folder on this machine. The run would have no weights to start "
-            "from. Give the path of a local folder with safetensors files, present on every node."
+            f"pretrained_weights: '{folder}' is no folder on this machine. The run would have no "
+            "weights to start from. Give the path of a local folder with safetensors files, which "
+            "is on every node."
         )
     if not index.is_file():
         pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})

@@ -101,8 +101,9 @@ def _write(file: Path, answers: Answers) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"'{file}' cannot be written: {error}. There is no run without it. Write another path."
+            f"'{file}' cannot be written: {reason}. There is no run without it. Write another path."
         ) from None
     # Doctor looks at the cluster of the answers, not at this machine.
     per_node, cluster = answers.gpus // answers.nodes, ""
