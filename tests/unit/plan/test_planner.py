@@ -256,6 +256,12 @@ def test_forbidden_ties_name_both_units_and_the_weight(tie):
     )
 
 
+def test_forbidden_ties_with_no_unit_around_them():
+    model = TinyLM("two modules")
+    message = error_of(model, [*APART, by_name("norm")], tied_weights="error")
+    assert message.startswith("'embed', 'head' were all chosen as FSDP units but share")
+
+
 def test_ties_that_need_no_lifting_are_not_forbidden():
     for tie in ("inside one module", "module registered twice"):
         model = TinyLM(tie)
