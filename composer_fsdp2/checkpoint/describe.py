@@ -142,7 +142,7 @@ def _describe_state(source: Checkpoint, found: dict[str, Any]) -> None:
     for unit in _TIMES:
         with suppress(LookupError, TypeError, ValueError, OverflowError):  # damaged, or not there
             found["progress"][unit] = int(values[(*_TIMESTAMP, unit)])
-    found["optimizers"] = {str(way[0]): [] for way in source.under(*OPTIMIZERS).values()}
+    found["optimizers"] = {str(way[0]): [] for way in source.under(*OPTIMIZERS).values() if way}
     groups: dict[tuple[str, int], dict[str, Any]] = {}
     for way, value in values.items():
         if way[:2] == OPTIMIZERS and str(way[4]).isdecimal():

@@ -148,8 +148,10 @@ def check_destination(path: Path, *, folder: bool) -> None:
     Raises:
         CheckpointError: something is there.
     """
-    is_folder = folder and path.is_dir() and not path.is_symlink()
-    if os.path.lexists(path) and not (is_folder and not any(path.iterdir())):
+    # Where nothing can be looked up, the write that follows tells why.
+    is_there = os.path.lexists(path)
+    is_folder = is_there and folder and path.is_dir() and not path.is_symlink()
+    if is_there and not (is_folder and not any(path.iterdir())):
         raise CheckpointError(
             f"'{path}' exists already. Nothing is written over, because it may be the only copy of "
             "something. Give a path where nothing is yet."

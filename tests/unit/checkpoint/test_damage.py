@@ -118,6 +118,13 @@ def test_flipped_byte_in_metadata(folder: Path):
     assert f"is not what was written beside it in '{CHECKSUMS}'" in text
 
 
+@pytest.mark.parametrize("optimizers", [[], None])
+def test_optimizers_that_are_a_value_of_their_own(optimizers: Any, tmp_path: Path):
+    state = small_state()
+    state["state"]["optimizers"] = optimizers
+    assert run("inspect", save_file(tmp_path / "file", state))[0] == 0
+
+
 def test_metadata_of_something_else(folder: Path):
     (folder / CHECKSUMS).unlink()
     (folder / METADATA).write_bytes(pickle.dumps({"state": 1}))
@@ -454,6 +461,13 @@ def test_destination_that_cannot_be_written(parent: str, to: str, source: Path, 
     assert code == 2
     assert "CheckpointError: " in text
     assert "could not be written: " in text
+    unchanged(tmp_path)
+
+
+def test_destination_whose_name_is_too_long(to: str, source: Path, tmp_path: Path):
+    code, text = convert(source, tmp_path / ("x" * 300), to)
+    assert code == 2
+    assert "could not be written: File name too long" in text
     unchanged(tmp_path)
 
 
