@@ -280,6 +280,14 @@ def train_as_one_process(
     assert_same_values(oracle, model)
 
 
+@pytest.mark.world_size(4)
+def test_key_heads_are_repeated_where_an_attention_is_a_unit():
+    """FSDP2's classes cannot be copied: to make one is to make the attention anew."""
+    policy = {"names": ["model.layers.*", "*.self_attn"]}
+    make = FAMILIES["Llama, eager"]
+    train_as_one_process(make, "plain", 4, "ulysses", steps=2, wrap_policy=policy)
+
+
 TENSOR: list[tuple[str, str, str, dict[str, Any]]] = [
     ("Llama", "ulysses", "packed", {}),
     ("Qwen3", "gather_kv", "padded", {"chunked_loss": {"chunks": 2}}),

@@ -232,13 +232,25 @@ def _eager(
     value: torch.Tensor,
     mask: Any,
 ) -> torch.Tensor:
-    # Ulysses has repeated key heads that its ranks could not share: a copy that shares all but the
-    # number is the module as it would be if it repeated heads less often.
+    # Ulysses has repeated key heads that its ranks could not share.
     groups = query.shape[1] // key.shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:
-        module = copy.copy(module)
-        module.num_key_value_groups = groups
+        module = _WithGroups(module, groups)
     return usual(module, query, key, value, mask, **kwargs)[0]
+
+
+class _WithGroups:
+    """A module as its function would see one that repeats heads less often.
+
+    No copy: a unit of FSDP2 would be made anew, https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L252
+    """
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 # --- LLM Foundry's MPT ---
