@@ -184,9 +184,8 @@ class InitialWeights:
         try:
             for path, module in todo:
                 by_model = self._initialisers.get(id(module))
-                own = getattr(type(module), "reset_parameters", None)
                 left = _left(module, blank[id(module)])
-                for initialiser in (by_model, own, _rebuild):
+                for initialiser in (by_model, _reset_parameters, _rebuild):
                     if left and initialiser is not None:
                         _fill_only(module, left, initialiser)
                         left = _left(module, blank[id(module)])
@@ -315,6 +314,12 @@ def _fill_only(module: nn.Module, left: Tensors, source: Initialiser) -> None:
     now = _own_tensors(module)
     for name, value in kept.items():
         now[name].copy_(value)
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):  # of the class, or set on this module
+        reset()
 
 
 def _rebuild(module: nn.Module) -> None:

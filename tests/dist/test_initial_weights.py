@@ -256,6 +256,20 @@ def test_the_models_own_function_initialises():
     assert model.extra.there is model.extra.back
 
 
+@pytest.mark.world_size(2)
+def test_a_function_on_the_module_stands_before_that_of_its_class():
+    def make() -> nn.Module:
+        model = TinyLM()
+        layer: Any = next(part for part in model.modules() if isinstance(part, nn.Linear))
+        layer.reset_parameters = functools.partial(_fill_with_ones, layer)
+        return model
+
+    model = build(make, "meta")
+    sharded(model)
+    layer = next(part for part in model.modules() if isinstance(part, nn.Linear))
+    assert all((full(param) == 1).all() for param in layer.parameters())
+
+
 def _fill_with_ones(module: nn.Module) -> None:
     for param in module.parameters(recurse=False):
         nn.init.ones_(param)
