@@ -21,8 +21,8 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.norms import gradient_norm, local_part
 from composer_fsdp2.parallel.expert.experts import ExpertLayer, Routing, exchange
 from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
-from composer_fsdp2.parallel.held import is_elsewhere, layer_of
-from composer_fsdp2.parallel.row_order import group_dividing
+from composer_fsdp2.parallel.held import held_by, is_elsewhere, layer_of
+from composer_fsdp2.parallel.row_order import group_dividing, part_of
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from tests.support.experts import EXPERTS, FAMILIES, Sparse, choose, force
@@ -620,6 +620,30 @@ def test_foundry(kind: str, degree: int):
     for experts, layer in layers_of(models[1]).items():
         assert isinstance(layer, StackedExperts)
         assert all(len(param) == 24 * EXPERTS // degree for param in experts.parameters())
+
+
+def test_state_that_is_divided_as_a_parameter_is():
+    """Of a whole tensor of all experts, over the ranks that have the same ones."""
+    model = mpt("glu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare_fully_shard(model, optimizer, {"expert_parallel": 2}, precision="fp32", device="cpu")
+    backward(model, batches(1)[0][:1])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    divided = {number: dict(entry) for number, entry in saved["state"].items()}
+    held = [(n, p) for n, p in enumerate(model.parameters()) if held_by(p) is not None]
+    assert held
+    for number, param in held:
+        assert isinstance(param, DTensor)
+        for key in ("exp_avg", "exp_avg_sq"):
+            whole = full(saved["state"][number][key])
+            divided[number][key] = part_of(whole, param.device_mesh, param.placements)
+            local_part(optimizer.state[param][key]).zero_()
+    optimizer.load_state_dict({**saved, "state": divided})
+    again = optimizer.state_dict()["state"]
+    for number, _ in held:
+        for key, value in saved["state"][number].items():
+            assert torch.equal(full(value), full(again[number][key])), (number, key)
 
 
 @torch.no_grad()
