@@ -223,15 +223,20 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
         suspects += [
             (name, inner)
             for name, inner in module.named_modules()
-            if not all(map(_sharded_or_summoned, inner.parameters(recurse=False)))
+            if not all(map(_sharded_or_summoned, _own_parameters(inner)))
         ]
     for name, inner in suspects:
-        if is_inside_unit(inner) and not all(map(is_shown, inner.parameters(recurse=False))):
+        if is_inside_unit(inner) and not all(map(is_shown, _own_parameters(inner))):
             raise PlanError(
                 f"Parameters of '{name}', a {type(inner).__name__}, belong to a unit around the "
                 "module that was given. Only that unit knows where they are now. Give the whole "
                 "model, or the unit."
             )
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    # Not by `parameters()`, which a class may have made its own.
+    return [param for param in module._parameters.values() if param is not None]
 
 
 def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -398,6 +398,27 @@ def test_a_nested_unit_alone():
     assert not full(block.up.weight).any()
 
 
+class Adapted(nn.Linear):
+    """Says itself what is trained, as wrappers of adapters do."""
+
+    def parameters(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return iter([self.bias])
+
+
+@pytest.mark.world_size(2)
+def test_a_nested_unit_with_parameters_of_its_own_making():
+    def make() -> nn.Module:
+        model: Any = TinyLM()
+        up = model.blocks[1].up
+        model.blocks[1].up = Adapted(up.in_features, up.out_features)
+        return model
+
+    model = sharded(make)
+    model(batches(1, 2)[0][0])
+    with summon_full_params(model.blocks[1]):
+        assert not isinstance(model.blocks[1].up.weight, DTensor)
+
+
 @pytest.mark.world_size(2)
 def test_a_method_registered_as_forward():
     model = sharded(TinyComposer)
