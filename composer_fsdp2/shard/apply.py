@@ -310,7 +310,9 @@ def apply_plan(
     for names in plan.tied:
         found = {id(layout.param_of(name)) for name in names}
         assert len(found) == 1, f"sharding untied {names}"
-    guard_reading(model.parameters())
+    # Not of `model.parameters()`, which a class may have made its own.
+    held = (param for _, module in tree.modules() for param in module._parameters.values())
+    guard_reading(param for param in held if param is not None)
     for path, method in forward_methods:
         module = layout.modules[path]
         # First, because torch's wrapper goes around it, and runs no pre-hooks but FSDP2's own.

@@ -378,3 +378,18 @@ def test_comparisons_are_of_all_shards():
     # Torch 2.7 does not keep whether it was `all` or `any`.
     with contextlib.suppress(ShardReadError):
         assert not torch.all(param.data == 7.0)
+
+
+class Grouped(nn.Sequential):
+    """Gives groups for an optimizer in the place of parameters."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([{"params": list(super().parameters(recurse))}])
+
+
+@pytest.mark.world_size(2)
+def test_a_model_with_parameters_of_its_own_making():
+    model = Grouped(nn.Linear(4, 4))
+    prepare_fully_shard(model, None, {}, device="cpu")
+    with pytest.raises(ShardReadError):
+        float(model[0].weight.norm())
