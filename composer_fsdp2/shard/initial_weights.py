@@ -229,19 +229,16 @@ class InitialWeights:
 
     def _materialise_unlearned(self, path: str, module: nn.Module) -> Tensors:
         blank: Tensors = {}
-        buffers: dict[str, Any] = module._buffers
         # Plain tensor attributes too, such as a copy of a rotary table kept beside the buffer.
-        for held in (buffers, vars(module)):
-            for name, value in list(held.items()):
-                full_name = child_name(path, name)
-                if not _is_plain(value):
-                    continue
-                if full_name in self.sourced:
-                    held[name] = self.sourced.read_buffer(full_name, value)
-                elif value.is_meta:
-                    held[name] = blank[name] = self._blank_like(value)
-                elif held is buffers and value.device != self._device:
-                    held[name] = value.to(self._device)
+        for name, value in _unlearned_tensors(module):
+            full_name, is_buffer = child_name(path, name), name in module._buffers
+            held: dict[str, Any] = module._buffers if is_buffer else vars(module)
+            if full_name in self.sourced:
+                held[name] = self.sourced.read_buffer(full_name, value)
+            elif value.is_meta:
+                held[name] = blank[name] = self._blank_like(value)
+            elif is_buffer and value.device != self._device:
+                held[name] = value.to(self._device)
         return blank
 
     def _blank_like(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ class Tables(nn.Module):
         self.register_buffer("hidden", torch.empty(size), persistent=False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self.register_buffer("mask", torch.empty(size, dtype=torch.bool), persistent=False)
+        self.register_buffer("scale", nn.Parameter(torch.empty(size), requires_grad=False))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -45,9 +46,10 @@ class Tables(nn.Module):
             self.hidden.copy_(torch.arange(self.size) / self.size)
             self.seen.zero_()
             self.mask.copy_(torch.arange(self.size) % 3 > 0)
+            self.scale.fill_(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.kept * self.mask + self.hidden
+        return x * self.kept * self.mask * self.scale + self.hidden
 
 
 class WithTables(TinyLM):
