@@ -218,6 +218,9 @@ class ChunkedLogits(Tensor):
         logits._call, logits._hidden, logits._changes = call, hidden, changes
         return logits
 
+    def __repr__(self, **_kwargs: Any) -> str:
+        return f"ChunkedLogits({tuple(self.shape)}, head={self._call.head!r})"
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

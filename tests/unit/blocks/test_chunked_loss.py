@@ -267,6 +267,11 @@ def test_the_error_names_an_attribute():
         logits.data.sum()
 
 
+def test_outputs_can_be_printed():
+    logits = chunked(Model()).logits(some_tokens())
+    assert repr({"logits": logits}).startswith("{'logits': ChunkedLogits((")
+
+
 class Fused(Model):
     """Reads the weight of its head, as a fused loss does."""
 
