@@ -12,9 +12,7 @@ objects of torch, and not in weak references.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import inspect
 import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
@@ -341,9 +339,11 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
             if isinstance(value, _HOLDERS):
                 yield name, value
             elif isinstance(value, types.FunctionType):
-                with contextlib.suppress(ValueError):  # a closure that is not filled yet
-                    for known, held in inspect.getclosurevars(value).globals.items():
-                        if isinstance(held, _HOLDERS):
+                codes = [value.__code__]
+                for code in codes:  # and that of functions and comprehensions inside it
+                    codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+                    for known in code.co_names:
+                        if isinstance(held := value.__globals__.get(known), _HOLDERS):
                             yield f"{known} (a global variable)", held
 
 

@@ -69,6 +69,22 @@ def test_a_parameter_held_elsewhere_is_found(way: str):
     assert "read its parameter in forward" in message
 
 
+KEPT: list[torch.Tensor] = []
+
+
+class InALambda(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(lambda x: x @ KEPT[0], input)
+
+
+def test_a_global_variable_of_a_function_in_a_method_is_found():
+    model = nn.Sequential(InALambda(2, 2))
+    KEPT[:] = [model[0].weight]
+    assert "'0.weight' is also held by 'KEPT (a global variable)'" in error_of(model)
+    KEPT.clear()
+    plan(model)
+
+
 def test_a_view_is_found_and_a_copy_is_not():
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].__dict__["kept"] = [model[0].weight.detach().clone()]
