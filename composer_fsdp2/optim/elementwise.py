@@ -64,7 +64,7 @@ _CHANGES_NO_STEP = {"__init__", "__repr__", "__setstate__", "__getstate__"}
 _ACROSS = re.compile("adafactor|lamb|lars|muon|shampoo|soap|galore|kfac|lbfgs|came", re.IGNORECASE)
 """optimizers that look across the elements of a parameter, by name"""
 _PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None)),
+    *(bool, int, float, complex, str, bytes, type(None), set, frozenset),
     *(enum.Enum, torch.dtype, torch.device, torch.Tensor),
 )
 """what can be copied without harm, in lists and dictionaries too"""
@@ -274,7 +274,9 @@ def _small_copy(optimizer: torch.optim.Optimizer, parts: int) -> torch.optim.Opt
     usual = vars(torch.optim.Optimizer([nn.Parameter(torch.empty(0))], {}))
     own = {key: value for key, value in vars(optimizer).items() if key not in usual}
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    if not all(isinstance(value, _PLAIN) for value in tree_leaves([own, groups])):
+    leaves = tree_leaves([own, groups])
+    leaves += [one for leaf in leaves if isinstance(leaf, set | frozenset) for one in leaf]
+    if not all(isinstance(value, _PLAIN) for value in leaves):
         raise TypeError("It holds more than plain data.")
     for number, group in enumerate(groups):
         group["params"] = [nn.Parameter(part) for part in _drawn(number, parts)]

@@ -234,6 +234,10 @@ def test_one_that_looks_across_elements_is_refused_if_asked_for():
 class Mixes(OwnSign):
     """Element by element, with a plain tensor of its own, which torch refuses beside DTensors."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.left_out = {"bias"}
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
