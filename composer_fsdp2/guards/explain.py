@@ -214,7 +214,9 @@ def _mixed(model: nn.Module, error: Exception, shards: list[str]) -> str:
         for name, module in model.named_modules()
         if own and callable(getattr(type(module), method, None))
     ]
-    method = holders[0] if len(holders) == 1 else f"path.to.module.{method if own else 'method'}"
+    method = (
+        holders[0] if len(holders) == 1 else f"path.to.module.{method if holders else 'method'}"
+    )
     return (
         f"The model computed with this rank's shard of {param}{_line_of(error)}. The whole "
         "parameter is there only while the forward of its unit runs, and this was outside. Call "

@@ -77,7 +77,10 @@ class Calls(TinyLM):
 
 OUTSIDE: dict[str, tuple[Any, str]] = {
     "a method": (lambda b, x: b.again(x), r"F\.gelu\(self\.up\(x\)\).*\['blocks\.1\.again'\]"),
-    "a part": (lambda b, x: b.down(b.up(x)), r"computed with this rank's .* b\.down\(b\.up\(x\)\)"),
+    "a part": (
+        lambda b, x: b.down(b.up(x)),
+        r"this rank's .* b\.down\(b\.up\(x\)\).*\['path\.to\.module\.method'\]",
+    ),
     "a weight": (
         lambda b, x: F.linear(F.linear(x, b.up.weight), b.up.weight.T),
         r"shard of a parameter such as 'blocks\.\d\.up\.weight' .*b\.up\.weight",
