@@ -316,7 +316,8 @@ def held_tensors(tree: ModuleTree) -> Iterator[tuple[torch.Tensor, str, str]]:
         # Attributes that are set anew when parameters change, or before each forward, are left out:
         # torch's old weight_norm, spectral_norm and pruning are hooks that name one.
         hooks = forward_pre_hooks(module)
-        renewed = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
+        keys = "name", "_tensor_name"
+        renewed = {str(getattr(hook, key, "")) for hook in hooks for key in keys}
         # `RNNBase.__setattr__` puts a weight that is set into this list too.
         flat = {"_flat_weights"} if isinstance(module, nn.RNNBase) else set[str]()
         kind, ignored = type(module), _REGISTERED | renewed | flat

@@ -123,6 +123,18 @@ def test_what_torch_holds_is_no_fault():
     plan(model)
 
 
+def test_a_hook_may_have_a_name_of_any_kind():
+    class Named:
+        name = ("a", ["b"])
+
+        def __call__(self, *_: Any) -> None:
+            """Changes nothing."""
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_forward_pre_hook(Named())
+    plan(model)
+
+
 def test_ignored_parameters_may_be_held():
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     vars(model)["kept"] = [model[0].weight]
