@@ -265,7 +265,9 @@ def _site(data: Mapping[str, Any], path: Path) -> Site | None:
     words, block = data.get("fsdp"), data.get(_DISTRIBUTED)
     is_said = words is True or (bool(words) and isinstance(words, str | list))
     is_said |= bool(block) and isinstance(block, Mapping)
-    if not is_said and not has_fsdp_block(data):
+    # `fsdp` in such a block is Composer's.
+    is_inside = path[-1:] in ((BLOCK,), ("parallelism_config",))
+    if is_inside or not (is_said or has_fsdp_block(data)):
         return None
     keys = {key: FLAT[key] for key in data if key in FLAT}
     keys |= {key: key for key in data if key in first_keys(_ARGUMENTS)}

@@ -271,7 +271,7 @@ class _Work:
         elif row is None:
             entry.decide(
                 f"{entry.value!r} is not a value this key is known to take",
-                *(f"{entry.key}={choice}" for row in rows for choice in row.choices),
+                *dict.fromkeys(f"{entry.key}={choice}" for row in rows for choice in row.choices),
                 f"{entry.key}=null",
             )
         else:

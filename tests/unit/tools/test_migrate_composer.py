@@ -548,6 +548,14 @@ def test_a_run_under_parameters_is_migrated_where_it_is():
     check_stable(report)
 
 
+def test_words_in_place_of_the_block_stay_composers():
+    """`fsdp: full_shard` is how TrainingArguments of transformers say it, at another place."""
+    report = migrate("parallelism_config:\n  fsdp: full_shard\n  tp: null\n")
+    assert report.dialect == "composer"
+    entry = entry_of(report, "parallelism_config.fsdp")
+    assert entry.options[0] == "parallelism_config.fsdp={sharding_strategy: FULL_SHARD}"
+
+
 def test_two_places_for_one_thing_are_refused():
     """Moving the block would write the key `parallelism_config` a second time."""
     text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nparallelism_config:\n  tp: null\n"

@@ -677,3 +677,9 @@ def test_settings_of_every_output_are_valid():
     for text in (HYBRID, *(text for text, _ in DISAGREE)):
         report = migrate(text, gpus_per_node=4)
         assert fsdp2(report) == settings_of(report)
+
+
+def test_each_choice_is_shown_once():
+    entry = entry_of(migrate("zero_optimization:\n  stage: 4\n"), "zero_optimization.stage")
+    assert len(set(entry.options)) == len(entry.options)
+    assert entry.options[0] == "zero_optimization.stage=3"
