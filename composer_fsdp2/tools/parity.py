@@ -144,9 +144,13 @@ def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[str, str]]:
         read = [OmegaConf.to_container(config, resolve=True) for config in (old, new)]
     except OmegaConfBaseException:  # a resolver that `code_paths` registers
         read = [OmegaConf.to_container(config) for config in (old, new)]
-    ours, theirs = ({key: repr(value) for key, value in _leaves(one)} for one in read)
-    pairs = {key: (ours.get(key), theirs.get(key)) for key in (*ours, *theirs)}
-    return {key: (a or "not set", b or "not set") for key, (a, b) in pairs.items() if a != b}
+    ours, theirs = (dict(_leaves(one)) for one in read)
+    shown = {
+        key: tuple(repr(one[key]) if key in one else "not set" for one in (ours, theirs))
+        for key in (*ours, *theirs)
+    }
+    # 1 and 1.0 are the same to a run.
+    return {k: (a, b) for k, (a, b) in shown.items() if ours.get(k, a) != theirs.get(k, b)}
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -245,6 +245,7 @@ def test_only_sharding_and_what_has_no_influence_may_differ():
     ("old", "new", "expected"),
     [
         ("seed: 1", "seed: 2", {"seed": ("1", "2")}),
+        ("seed: 1", "seed: 1.0", {}),
         ("seed: 1", "{}", {"seed": ("1", "not set")}),
         ("{}", "seed: 1", {"seed": ("not set", "1")}),
         ("a: {b: [1, 2]}", "a: {b: [1, 3]}", {"a.b.1": ("2", "3")}),
