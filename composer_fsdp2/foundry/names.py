@@ -55,7 +55,7 @@ _HANDED_UP = re.compile(r"super\(\)\.__init__\([^()]*\*\*kwargs[\s,]*\)")
 def refuse_unknown(cfg: dict[str, Any]) -> dict[str, Any]:
     """Refuses what nobody reads, as the last config transform, since others may change names.
 
-    A file of `code_paths` may register others after it. What they leave, LLM Foundry refuses.
+    A file of `code_paths` may register others after it. What they leave, doctor finds.
 
     Collective: no. It depends on `cfg` alone, so all ranks raise the same error or none does.
 
