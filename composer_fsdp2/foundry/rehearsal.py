@@ -247,6 +247,7 @@ def _build_loader(
     dataset = block.get("dataset")
     if "://" in str(block) or not isinstance(dataset, dict):
         return None
+    dataset.pop("replication", None)  # between ranks, which are not here
     with found.step(where, f"Correct it there; paths are read from {os.getcwd()}."):
         name, kwargs = dataset.get("hf_name"), dataset.get("hf_kwargs") or {}
         if name is not None:

@@ -83,6 +83,14 @@ def test_a_good_run_passes(doctor, assets: Path, kind: str):
     assert (settings, dict(os.environ)) == before
 
 
+def test_ranks_that_read_one_batch_pass(doctor, assets: Path):
+    """One process cannot divide by them what it reads."""
+    settings = run_of(assets, FSDP2, {"loggers": {}}, loader="text")
+    code, said = doctor(settings, f"{FSDP2_KEY}.tensor_parallel.degree=2", "--ranks", "2")
+    assert code == 0, said
+    assert "problem" not in said
+
+
 @pytest.mark.table(
     "block that is a word",
     "no streams",
