@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.division import DRAWN, DRAWS, Divided, Division
+from composer_fsdp2.parallel.division import DRAWN, DRAWS, Divided, Division, untried_items
 from composer_fsdp2.plan.module_tree import ModuleTree
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class SequenceParallel(Division["SequencePlan"]):
     ) -> None:
         """Refuses algorithms that draw random numbers of their own."""
         spec = settings.sequence_parallel
-        for name in (type(item).__name__ for item in items):
+        for name in untried_items(items):
             if spec is not None and spec.degree > 1 and name in DRAWS:
                 raise ConfigError(
                     f"{name} and sequence parallelism are both asked for. {DRAWN} Leave it out, or "

@@ -265,7 +265,11 @@ def _plan_of(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
 def _leave_heads_whole(search: _Search) -> None:
     """Divides a vocabulary only where its size allows it, and with it the embedding tied to it."""
     # A head that shares its weight with the embedding is divided only together with it.
-    ties = tied_groups(search.tree)
+    # Names of a module that is registered twice are those of its first place.
+    ties = [
+        [name for name in group if name.rpartition(".")[0] in search.modules]
+        for group in tied_groups(search.tree)
+    ]
     tied = {name: group for group in ties for name in group}
     for name in [n for n, cut in search.cuts.items() if cut.gathers and n not in search.asked]:
         module = search.modules[name]

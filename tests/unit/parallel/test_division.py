@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 import composer_fsdp2
+from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.plan.mesh_shape import MeshShape
@@ -52,3 +54,11 @@ def test_a_rank_gathers_the_parts_that_it_holds():
     shape = MeshShape(shard=2, tensor=2)
     sizes = TensorParallel().sizes(ModuleTree.read(model), plan, WrapPlan((parts, root)), shape)
     assert (sizes.held, sizes.gathered, sizes.largest) == (4 * 8 * 8 // 4 + 32 // 2, 8 * 8, "0")
+
+
+def test_an_algorithm_of_the_user_may_have_the_name_of_one_that_draws():
+    class MixUp:
+        pass
+
+    settings = parse_config({"sequence_parallel": 2})
+    SequenceParallel().check_items(settings, [MixUp()], None)

@@ -9,6 +9,8 @@ from torch import nn
 
 from composer_fsdp2 import PlanError
 from composer_fsdp2.parallel.tensor.known import known_block
+from tests.dist.test_tensor_parallel import llama
+from tests.unit.parallel.test_computed_weights import planned
 
 
 class MultiheadAttention(nn.Module):
@@ -71,3 +73,12 @@ def test_a_width_is_divided_where_it_is_that_of_all_heads(width: str):
     other = known_block("attn", Separate(num_heads=8, **{width: 16}))
     assert other is not None
     assert other.counts == {"num_heads": 8}
+
+
+def test_a_tied_embedding_that_is_registered_twice_is_divided_with_the_head():
+    """As T5's, which its encoder and decoder hold too."""
+    model: Any = llama(tie_word_embeddings=True)
+    model.again = model.model.embed_tokens
+    cuts = planned(model).cuts
+    assert {"model.embed_tokens", "lm_head"} < cuts.keys()
+    assert "again" not in cuts
