@@ -766,6 +766,13 @@ def _adapted() -> nn.Module:
     return model
 
 
+def _with_one_expert_trained() -> nn.Module:
+    model = _mixtral()
+    for name, param in model.named_parameters():
+        param.requires_grad_(".experts.3." in name or ".experts." not in name)
+    return model
+
+
 def _of_another_version() -> nn.Module:
     """LLM Foundry's experts, of which a class computes otherwise than the one that was read."""
 
@@ -831,6 +838,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     ),
     "quantised": (_quantised, {"expert_parallel": 2}, PlanError, "is quantised or divided"),
     "adapted": (_adapted, {"expert_parallel": 2}, PlanError, "adapts a tensor with all experts"),
+    "trained": (
+        _with_one_expert_trained,
+        {"expert_parallel": 2},
+        PlanError,
+        "would hold 0, 3 trained weights",
+    ),
     "units inside": (
         _mixtral,
         {"expert_parallel": 2, "reshard_after_forward": 2},

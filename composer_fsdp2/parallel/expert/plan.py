@@ -100,6 +100,20 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
                 f"experts of '{name}'. Every rank holds as many as the others. Use one of "
                 f"{_divisors(ranks, count, step=step)}."
             )
+        # Ranks tell each other of each trained weight, and a unit without any reduces nothing.
+        experts = list(modules[name].children()) if isinstance(modules[name], _LISTS) else []
+        share = count // spec.degree
+        parts = (experts[at : at + share] for at in range(0, count, share))
+        weights = ([p for expert in part for p in expert.parameters()] for part in parts)
+        # Quantised ones are refused for what they are.
+        trained = [sum(p.requires_grad or not p.is_floating_point() for p in w) for w in weights]
+        if len(set(trained)) > 1:
+            raise PlanError(
+                f"expert_parallel has degree {spec.degree}, and its ranks would hold "
+                f"{', '.join(map(str, trained))} trained weights of '{name}' (`requires_grad`). "
+                "Ranks with more of them would wait for the others. Train as many on each rank, "
+                "or leave that list out with `modules`."
+            )
         lists.append(ExpertList(name=name, count=count, elements=elements))
     return ExpertPlan(degree=spec.degree, lists=tuple(lists))
 
