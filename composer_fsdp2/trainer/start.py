@@ -261,7 +261,7 @@ def load_any_checkpoint(
     if state.fsdp_config_version != 2 and not alone:
         return original(path, *given, **kwargs)
     link, paths = _candidates.get(state, (Path(), ()))
-    if Path(path).resolve() not in (item.resolve() for item in paths):
+    if not paths or Path(path).resolve() not in (item.resolve() for item in paths):
         return load_checkpoint(path, *given, **kwargs)
     for number, candidate in enumerate(paths):
         try:

@@ -324,6 +324,11 @@ def test_damage_is_found_and_nothing_is_changed(damage: str, tmp_path: Path):
 def test_nothing_there(tmp_path: Path):
     assert "There is no checkpoint at" in refusal(load_path=str(tmp_path / "gone"))
     assert "it holds nothing" in refusal(load_path=str(tmp_path))
+    circle = tmp_path / "circle"
+    if dist.get_rank() == 0:
+        circle.symlink_to(circle)
+    dist.barrier()
+    assert "There is no checkpoint at" in refusal(load_path=str(circle))
 
 
 # --- what would execute code ---
