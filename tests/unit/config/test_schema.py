@@ -147,6 +147,7 @@ BAD = {
         "2",
         True,
         *(TensorSpec(degree=degree) for degree in (0, -1, 2.5, None, True)),
+        {"tensor_parallel_degree": 2, "degree": 4},
         TensorSpec(layer_plan=(("*.up", "across"),)),
         TensorSpec(layer_plan=((1, "colwise"),)),
     ],
