@@ -40,7 +40,7 @@ __all__ = [
 STYLES = ("colwise", "colwise_rep", "rowwise", "whole")
 """how a layer of a `layer_plan` is divided"""
 
-_COMPOSERS_DEGREE = "tensor_parallel_degree"
+_NAMES_OF_DEGREE = ("degree", "tensor_parallel_degree")
 
 
 def _parse_plan(_key: str, raw: Any, _errors: list[str]) -> Any:
@@ -94,7 +94,7 @@ def _with_composers_names(key: str, raw: Any, errors: list[str]) -> Any:
     raw = _number_is_degree(key, raw, errors)
     if not isinstance(raw, Mapping) or "degree" in raw:  # both names are refused as an unknown key
         return raw
-    return {"degree" if key == _COMPOSERS_DEGREE else key: value for key, value in raw.items()}
+    return {"degree" if key in _NAMES_OF_DEGREE else key: value for key, value in raw.items()}
 
 
 TENSOR_PARALLEL = mapping(
