@@ -147,7 +147,6 @@ BAD = {
         "2",
         True,
         *(TensorSpec(degree=degree) for degree in (0, -1, 2.5, None, True)),
-        {"tensor_parallel_degree": 2, "degree": 4},
         TensorSpec(layer_plan=(("*.up", "across"),)),
         TensorSpec(layer_plan=((1, "colwise"),)),
     ],
@@ -320,6 +319,13 @@ def test_misspelt_key_shows_the_nearest(written, meant):
 def test_key_like_no_other_shows_all():
     message = error_of(parse_config, {"xyzzy": 1})
     assert all(key in message for key in KEYS)
+
+
+def test_a_degree_under_two_names_is_refused():
+    message = error_of(
+        parse_config, {"tensor_parallel": {"tensor_parallel_degree": 2, "degree": 4}}
+    )
+    assert "'tensor_parallel_degree' is not a key of tensor_parallel" in message
 
 
 def test_all_mistakes_at_once_and_numbered():
