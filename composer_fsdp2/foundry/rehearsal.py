@@ -155,7 +155,7 @@ def _read_config(
             given = OmegaConf.create(plain)
     with found.step("The configuration"):
         whole: Any = OmegaConf.to_container(cfg, resolve=True)
-        refuse_unknown(whole)  # a key that is missing may be a misspelt one
+        refuse_unknown(whole)  # a missing key may be misspelt
     return None
 
 
@@ -247,7 +247,7 @@ def _build_loader(
     dataset = block.get("dataset")
     if "://" in str(block) or not isinstance(dataset, dict):
         return None
-    dataset.pop("replication", None)  # between ranks, which are not here
+    dataset.pop("replication", None)  # must divide the number of ranks, and here is one process
     with found.step(where, f"Correct it there; paths are read from {os.getcwd()}."):
         name, kwargs = dataset.get("hf_name"), dataset.get("hf_kwargs") or {}
         if name is not None:

@@ -34,6 +34,7 @@ __all__ = [
     "is_wrapper",
     "may_be_unit",
     "memory_of",
+    "own_parameters",
     "tied_groups",
 ]
 
@@ -175,6 +176,14 @@ def has_forward(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):  # has no forward until it is asked for one
         return True
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that a module itself holds. Collective: no.
+
+    Not by its method `parameters`, which a class may have made its own.
+    """
+    return [param for param in module._parameters.values() if param is not None]
 
 
 def attribute_of(module: nn.Module, name: str, default: object = None) -> Any:

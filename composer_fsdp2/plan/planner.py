@@ -235,7 +235,7 @@ def _owned(
     owned: dict[int, list[ParamRef]] = defaultdict(list)
     for ref in refs:
         owned[lifted.get(id(ref.param), units[ref.path_index])].append(ref)
-    owned.pop(-1, None)  # a tie between units with none around them, which may not be lifted
+    owned.pop(-1, None)  # ties between units without a unit around them
     return owned
 
 

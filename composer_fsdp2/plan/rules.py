@@ -19,6 +19,7 @@ from composer_fsdp2.plan.module_tree import (
     has_forward,
     inside_wrappers,
     may_be_unit,
+    own_parameters,
 )
 from composer_fsdp2.plan.patterns import (
     matcher,
@@ -260,7 +261,7 @@ def _large_modules(tree: ModuleTree, least: int, before: list[Rule]) -> list[nn.
     for key in tree.postorder:
         index = tree.first_path[key]
         entry = tree.paths[index]
-        params = {id(p): p.numel() for p in entry.module._parameters.values() if p is not None}
+        params = {id(p): p.numel() for p in own_parameters(entry.module)}
         for child in entry.module.children():
             params.update(held.get(id(child), {}))
         picked = first_answer(before, entry.path, entry.module)

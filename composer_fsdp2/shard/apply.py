@@ -24,7 +24,12 @@ from torch.distributed.fsdp import (
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.held import layer_of, shard_of
-from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
+from composer_fsdp2.plan.module_tree import (
+    ModuleTree,
+    attribute_of,
+    canonical_param_ids,
+    own_parameters,
+)
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import of_rank0
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
@@ -310,9 +315,7 @@ def apply_plan(
     for names in plan.tied:
         found = {id(layout.param_of(name)) for name in names}
         assert len(found) == 1, f"sharding untied {names}"
-    # Not of `model.parameters()`, which a class may have made its own.
-    held = (param for _, module in tree.modules() for param in module._parameters.values())
-    guard_reading(param for param in held if param is not None)
+    guard_reading(param for _, module in tree.modules() for param in own_parameters(module))
     for path, method in forward_methods:
         module = layout.modules[path]
         # First, because torch's wrapper goes around it, and runs no pre-hooks but FSDP2's own.

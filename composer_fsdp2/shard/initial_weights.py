@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import shape_in_model, whole_to_part
-from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.module_tree import ModuleTree, own_parameters
 from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
 from composer_fsdp2.shard.layout import Place, place_of, replace_parameter
 from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
@@ -345,7 +345,7 @@ def _rebuild(module: nn.Module) -> None:
 def _constructor_arguments(module: nn.Module) -> dict[str, object] | None:
     parameters = list(inspect.signature(type(module).__init__).parameters.values())[1:]
     arguments: dict[str, object] = {}
-    sizes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
+    sizes = {tuple(p.shape) for p in own_parameters(module)}
     for parameter in parameters:
         is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_open or parameter.name == "device":

@@ -26,6 +26,7 @@ from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.held import held_by, is_elsewhere
 from composer_fsdp2.parallel.row_order import order_of, shape_in_model, without_order
+from composer_fsdp2.plan.module_tree import own_parameters
 from composer_fsdp2.shard.apply import is_sharded
 from composer_fsdp2.shard.layout import Place
 from composer_fsdp2.shard.optimizer import shard_like
@@ -223,20 +224,15 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
         suspects += [
             (name, inner)
             for name, inner in module.named_modules()
-            if not all(map(_sharded_or_summoned, _own_parameters(inner)))
+            if not all(map(_sharded_or_summoned, own_parameters(inner)))
         ]
     for name, inner in suspects:
-        if is_inside_unit(inner) and not all(map(is_shown, _own_parameters(inner))):
+        if is_inside_unit(inner) and not all(map(is_shown, own_parameters(inner))):
             raise PlanError(
                 f"Parameters of '{name}', a {type(inner).__name__}, belong to a unit around the "
                 "module that was given. Only that unit knows where they are now. Give the whole "
                 "model, or the unit."
             )
-
-
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    # Not by `parameters()`, which a class may have made its own.
-    return [param for param in module._parameters.values() if param is not None]
 
 
 def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -93,7 +93,8 @@ class Attempt:
             self._stepped = True
             return loss if use_grad_scaling else loss.item()
 
-        # Apart: what an exit in a stack raises refers to itself, and would keep the attempt alive.
+        # Not in the stack: an error that leaves an ExitStack refers to itself, so the attempt would
+        # stay in memory until Python's collector runs.
         together = contextlib.nullcontext() if exit_ is None else exit_.attempt(self._let_go)
         with contextlib.ExitStack() as stack, together:
             if self._searching:

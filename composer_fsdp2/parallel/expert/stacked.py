@@ -22,6 +22,7 @@ from composer_fsdp2.parallel.expert.experts import ExpertLayer
 from composer_fsdp2.parallel.expert.routers import code_of
 from composer_fsdp2.parallel.expert.views import show_all_experts
 from composer_fsdp2.parallel.held import LAYER, Held, Holders
+from composer_fsdp2.plan.module_tree import own_parameters
 
 __all__ = ["StackedExperts", "holds_stack", "stack_size"]
 
@@ -35,7 +36,7 @@ _FOUNDRY = {
 
 def holds_stack(name: str, module: nn.Module) -> bool:
     """Whether a module seems to hold experts in a tensor with three dimensions. Collective: no."""
-    params = [param for param in module._parameters.values() if param is not None]
+    params = own_parameters(module)
     return "expert" in name.rpartition(".")[2].lower() and any(p.ndim == 3 for p in params)
 
 

@@ -240,9 +240,9 @@ def _eager(
 
 
 class _WithGroups:
-    """A module as its function would see one that repeats heads less often.
+    """Shows an attention with another number of groups to the function of transformers.
 
-    No copy: a unit of FSDP2 would be made anew, https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L252
+    A copy would not do: copying a unit of FSDP2 calls its constructor, https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L252
     """
 
     def __init__(self, module: nn.Module, groups: int) -> None:

@@ -92,7 +92,7 @@ class Document:
         for path, key, value in _pairs(self.root, ()):
             self.pairs.setdefault(path, (key, value))
             values.setdefault(path, []).append(getattr(value, "value", None))
-        # What is inside of keys that are written twice is in two mappings.
+        # Keys inside a mapping that is written twice belong to two mappings.
         self.duplicates = {
             path: given
             for path, given in values.items()
