@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -167,6 +168,12 @@ def detect_kind(path: Path) -> Kind:
         )
     if path.is_file():
         return "full"
+    if re.match(r"\w+:/", str(path)):
+        raise CheckpointError(
+            f"'{path}' is in an object store, and files are read on this machine's disk here. Copy "
+            "the folder or file first (for S3, aws s3 cp --recursive), and give the path of the "
+            "copy. A run loads from the store itself, with load_path."
+        )
     raise CheckpointError(
         f"There is no checkpoint at '{path}'. Nothing can be loaded from there. Give the path of a "
         "folder that a sharded save wrote, or of the file of a full save."
@@ -209,6 +216,9 @@ class FolderCheckpoint(Checkpoint):
     Args:
         path: the folder.
         incomplete: opens it although files are missing, or are still to come.
+
+    Attributes:
+        files: name -> bytes that the file has at least.
     """
 
     kind: Kind = "sharded"
@@ -249,8 +259,11 @@ class FolderCheckpoint(Checkpoint):
                 if isinstance(entry, TensorStorageMetadata)
                 for chunk in entry.chunks
             }
-            short = self._find_short_files(checksums.get("files", {}))
-            self.problems = dict([*short, *self._find_gaps()])
+            self.files: dict[str, int] = dict(checksums.get("files", {}))
+            for info in self.metadata.storage_data.values():
+                end = info.offset + info.length
+                self.files[info.relative_path] = max(self.files.get(info.relative_path, 0), end)
+            self.problems = dict([*self._find_short_files(), *self._find_gaps()])
         except (AttributeError, TypeError, LookupError) as error:
             raise senseless_metadata(path, error) from error
         if self.problems and not incomplete:
@@ -360,13 +373,9 @@ class FolderCheckpoint(Checkpoint):
         self.piece(part)
         return self.metadata.storage_data[part].length
 
-    def _find_short_files(self, listed: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    def _find_short_files(self) -> Iterator[tuple[str, str]]:
         """Yields files that are missing or too short; costs one look at each."""
-        needed = dict(listed)
-        for info in self.metadata.storage_data.values():
-            end = info.offset + info.length
-            needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
-        for name, size in needed.items():
+        for name, size in self.files.items():
             file = self.path / name
             if not file.is_file():
                 yield name, f"'{name}' is missing"

@@ -1,6 +1,11 @@
 """Writes the checkpoint of a live run: all ranks together, complete or not at all.
 
 See [Note: visible at once] in `staging`.
+
+[Note: folders] Ranks write into one folder, or into several: nodes may have disks of their own, and
+Composer gives each rank a temporary folder for what is uploaded. The rank that made a folder is the
+one that publishes it: of the ranks that name the same path, making it succeeds on one for each
+disk, and needs no knowledge of disks.
 """
 
 from __future__ import annotations
@@ -61,13 +66,13 @@ class Savers:
         everyone: all ranks; `None` is the default group.
         writers: those that hold one copy of the parameters; `None` is everyone.
         writes: whether this rank is one of them.
-        first_on_node: whether this rank sees to the folder on this machine's disk.
+        node: the number of this rank's machine, or the first rank on it.
     """
 
     everyone: dist.ProcessGroup | None
     writers: dist.ProcessGroup | None
     writes: bool
-    first_on_node: bool
+    node: int = 0
 
 
 @contextlib.contextmanager
@@ -103,13 +108,13 @@ def write_sharded(
     announce: Callable[[], None] | None = None,
     own: Publications | None = None,
 ) -> None:
-    """Writes a state dict of shards as one folder.
+    """Writes a state dict of shards as one folder, or as one on each disk; see [Note: folders].
 
     Collective: yes, over `savers.everyone`.
 
     Args:
         state_dict: nested; DTensors are written as the shards they are.
-        folder: where it appears when it is complete. What is there is replaced.
+        folder: where this rank's file appears when it is complete. What is there is replaced.
         savers: who takes part.
         planner: what decides who writes which piece.
         announce: called on every rank when the checkpoint is complete and visible.
@@ -118,13 +123,21 @@ def write_sharded(
     Raises:
         CheckpointError: on every rank, when any rank could not write. Nothing appears then.
     """
-    group, first = savers.everyone, savers.first_on_node
-    token = raise_on_all_ranks({"~token": secrets.token_hex(6)}, group=group)[0]["~token"]
+    group = savers.everyone
+    facts = {"~token": secrets.token_hex(6), "~folder": (savers.node, os.path.abspath(folder))}
+    everyone = raise_on_all_ranks(facts, group=group)
+    folders = [theirs["~folder"] for theirs in everyone]
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    temporary, held = hidden(folder, token), contextlib.ExitStack()
+    first = folders.index(folders[rank]) == rank
+    temporary, held = hidden(folder, everyone[0]["~token"]), contextlib.ExitStack()
+    made = False
 
     def make_folder() -> None:
-        temporary.mkdir(parents=True, exist_ok=True)
+        nonlocal made
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            temporary.mkdir()
+            made = True
         held.enter_context(locked(temporary, shared=True))
 
     def write_shards() -> None:
@@ -137,24 +150,33 @@ def write_sharded(
             process_group=savers.writers,
         )
 
-    def appear() -> None:
-        # On a shared disk the first to come renames it for all; the others see that it is gone.
-        if temporary.is_dir():
-            publish(temporary, folder, own)
+    def look() -> None:
+        if own is not None:
+            own.note(folder)
+        writer = dist.get_rank(savers.writers) if dist.is_initialized() else 0
+        file = folder / f"__{writer}_0.distcp"
+        if savers.writes and not file.is_file():
+            raise CheckpointError(
+                f"The checkpoint '{folder}' could not be written as a whole: '{file.name}' is not "
+                "there. A load would miss it. Give a save_folder on a disk where every node sees "
+                "a file as soon as it is made."
+            )
+        if announce is not None:
+            announce()
 
     try:
         together(group, lambda: remove_leftovers(folder), folder, when=first)
-        together(group, make_folder, folder, when=first)
+        # Rank 0 first: on a disk that nodes share, it publishes every checkpoint of a run.
+        together(group, make_folder, folder, when=rank == 0)
+        together(group, make_folder, folder, when=first and rank != 0)
         together(group, write_shards, folder, when=savers.writes)
-        together(group, lambda: write_checksums(temporary), folder, when=first)
-        together(group, appear, folder, when=rank == 0)
-        together(group, appear, folder, when=first and rank != 0)
+        together(group, lambda: write_checksums(temporary), folder, when=made)
+        together(group, lambda: publish(temporary, folder, own), folder, when=made)
     finally:
         held.close()
-        if first:
+        if made:
             shutil.rmtree(temporary, ignore_errors=True)
-    if announce is not None:
-        together(group, announce, folder)
+    together(group, look, folder)
 
 
 @_signals_after()

@@ -36,6 +36,7 @@ __all__ = [
     "CountsGroups",
     "ReducedNorms",
     "SharesAlone",
+    "View",
     "count_flops_once",
     "counted_once",
     "counting_groups",

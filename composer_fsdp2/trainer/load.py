@@ -45,6 +45,7 @@ from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.load_steps import (
     Ignore,
     StateDict,
+    check_objects,
     drop_keys,
     fetched,
     notes_of,
@@ -263,6 +264,8 @@ class _ShardedLoad(_Load):
         reader: Any = remote or composers.FileSystemReaderWithValidation(str(local))
         saved = run_on_all_ranks(lambda: FolderCheckpoint(local, incomplete=remote is not None))
         self.saved = reader.checkpoint = saved
+        if remote is not None:
+            run_on_all_ranks(lambda: check_objects(saved, remote))
         wanted = self.wanted()
         state = wanted["state"]
         theirs = [way[0] for way in saved.under("state", "scaler").values() if way]

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from composer.core import State
+from composer.utils import ObjectStore, dist
 from composer.utils import checkpoint as composers
-from composer.utils import dist
 from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import extract_path_from_symlink, is_tar
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from composer_fsdp2.checkpoint.metadata import METADATA
-from composer_fsdp2.checkpoint.source import Checkpoint, flatten
+from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, flatten
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.text import listed
@@ -28,6 +28,7 @@ from composer_fsdp2.text import listed
 __all__ = [
     "Ignore",
     "StateDict",
+    "check_objects",
     "drop_keys",
     "fetched",
     "notes_of",
@@ -200,3 +201,28 @@ def fetched(
             yield Path(reader.path), reader
         finally:
             dist.barrier()  # the folder is shared by the ranks of a node
+
+
+def check_objects(saved: FolderCheckpoint, reader: Any) -> None:
+    """Looks whether all files of a checkpoint are in the store, before any is fetched.
+
+    Collective: no. Ranks divide the work.
+
+    Raises:
+        CheckpointError: naming a file that is missing or too short.
+    """
+    store, folder = reader.object_store, reader.source_path
+    if not isinstance(store, ObjectStore):
+        return  # a logger fetches files, and cannot be asked about them
+    first, step = dist.get_global_rank(), dist.get_world_size()
+    for name, least in sorted(saved.files.items())[first::step]:
+        try:
+            size = store.get_object_size(f"{folder}/{name}")
+        except FileNotFoundError:
+            size = 0
+        if size < least:
+            raise CheckpointError(
+                f"The checkpoint '{store.get_uri(folder)}' is incomplete: '{name}' has {size} of "
+                f"{least} bytes there. Some weights are not there. Upload it again, or take "
+                "another checkpoint."
+            )

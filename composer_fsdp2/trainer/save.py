@@ -10,9 +10,10 @@ import contextlib
 import errno
 import inspect
 import os
+import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.checkpoint.metadata import MESH
-from composer_fsdp2.checkpoint.staging import Publications, staged
+from composer_fsdp2.checkpoint.staging import Publications, hidden, staged
 from composer_fsdp2.checkpoint.write import (
     Savers,
     Staging,
@@ -44,7 +45,7 @@ from composer_fsdp2.checkpoint.write import (
 )
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
 from composer_fsdp2.step.agreement import gloo_groups
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
@@ -52,6 +53,13 @@ from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
 from composer_fsdp2.trainer.config import TrainerFSDP2Config
 from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys
 from composer_fsdp2.trainer.override_attribute import override_attribute
+from composer_fsdp2.trainer.uploads import (
+    check_uploads,
+    failed_after_save,
+    failed_upload,
+    file_of_rank,
+    save_and_upload,
+)
 
 __all__ = [
     "check_saved_adapters",
@@ -172,6 +180,8 @@ class _Snapshot:
         if self.sharded and not first:
             self.values.pop("rng", None)  # rank 0 has those of all ranks
         self.path = Path(save_filename)
+        if self.sharded:
+            self.path = self.path.with_name(file_of_rank())
         self.planner = getattr(state.fsdp_config, "save_planner", None)
         self.own = note_start(state)
 
@@ -203,24 +213,66 @@ def make_save_folder(
     state: State,
     logger: Any,
 ) -> None:
-    """Replaces `CheckpointSaver.init`, which makes the folder. Collective: yes.
+    """Replaces `CheckpointSaver.init`, which makes the folder and tries the object store.
+
+    Collective: yes.
 
     Raises:
-        CheckpointError: nothing could be saved there; on every rank.
+        CheckpointError: nothing could be saved there, or in parts that no load would find; on every
+            rank.
     """
-    error = None
+    error, uploader = None, saver.remote_uploader
+    path = saver.folder if uploader is None else uploader.remote_folder
+    folder = Path()
     try:
         original(saver, state, logger)
-        folder = format_name_with_dist(saver.folder, state.run_name)
+        folder = Path(format_name_with_dist(saver.folder, state.run_name))
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as failed:
         error = CheckpointError(
-            f"Nothing can be written to the save_folder '{saver.folder}': "
-            f"{failed.strerror or failed}. The run would train and keep nothing. Give a "
-            "save_folder that can be made and written to on every node."
+            f"Nothing can be written to the save_folder '{path}': {failed.strerror or failed}. The "
+            "run would train and keep nothing. Give a save_folder that can be made and written to "
+            "on every node."
+        )
+    except Exception as failed:  # of the client of an object store, on rank 0 alone
+        error = CheckpointError(
+            f"The save_folder '{path}' does not take a file: {type(failed).__name__}: {failed}. "
+            "The run would train and keep nothing. Look at the name of the bucket, at the "
+            "credentials, and at the address of the store."
         )
     raise_on_all_ranks({}, error)
+    uploads = saver.remote_file_name is not None and (
+        uploader is not None or any(item.can_upload_files() for item in logger.destinations)
+    )
+    config: Any = state.fsdp_config
+    if config.state_dict_type == "sharded" and not uploads:
+        _check_one_folder(folder)
+
+
+def _check_one_folder(folder: Path) -> None:
+    """Refuses ranks that would save the parts of a checkpoint into different folders.
+
+    Collective: yes. A name that nobody has asked for yet is no name that a file system remembers.
+
+    Raises:
+        ConfigError: a load would find no whole checkpoint; on every rank.
+    """
+    probe = hidden(folder / "probe", of_rank0(secrets.token_hex(6)))
+    first = dist.get_global_rank() == 0
+    together(None, probe.touch, folder, when=first)
+    sees = probe.exists()
+    facts = raise_on_all_ranks({"~folder": str(folder), "~sees": sees})
+    together(None, probe.unlink, folder, when=first)
+    blind = next((rank for rank, fact in enumerate(facts) if not fact["~sees"]), None)
+    if blind is not None:
+        raise ConfigError(
+            f"Rank 0 saves to '{facts[0]['~folder']}', and rank {blind} to "
+            f"'{facts[blind]['~folder']}', which is another folder or on another disk. A sharded "
+            "checkpoint would lie in parts, and no load would find all of them. Give a save_folder "
+            "without '{rank}', '{local_rank}' and '{node_rank}' on a disk that all nodes see, or "
+            "in an object store, or write state_dict_type: full."
+        )
 
 
 def note_start(state: State) -> Publications:
@@ -244,8 +296,8 @@ def _savers(state: State) -> Savers:
             run = run_of(state.model)
             assert run is not None
             group = run.first_copy
-    first_on_node = dist.get_local_rank() == 0
-    return Savers(None, group if writes else None, writes=writes, first_on_node=first_on_node)
+    node = dist.get_global_rank() - dist.get_local_rank()
+    return Savers(None, group if writes else None, writes=writes, node=node)
 
 
 # --- Saving while training goes on ---
@@ -292,8 +344,10 @@ class _Background:
 
         def publish() -> None:
             if link is not None and dist.get_global_rank() == 0:
-                with _told_of_what_follows(target):
+                try:
                     point_to(link, target)
+                except OSError as failed:
+                    raise failed_after_save(target, failed) from failed
 
         device = _device_of(state)
 
@@ -308,19 +362,6 @@ class _Background:
         # A daemon: a rank that is lost must not keep the others from ending.
         self.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self.thread.start()
-
-
-@contextlib.contextmanager
-def _told_of_what_follows(path: object) -> Generator[None]:
-    try:
-        yield
-    except OSError as failed:
-        reason = failed.strerror or str(failed)
-        raise CheckpointError(
-            f"'{path}' is complete, and what comes after a save (the link to the latest one, the "
-            f"removal of old ones, an upload) could not be written: {reason}. A run that resumes "
-            "would not find it by its link. Make room there, or give another save_folder."
-        ) from failed
 
 
 def save_in_background(
@@ -341,6 +382,7 @@ def save_in_background(
     if state.fsdp_config_version != 2:
         original(saver, state, logger)
         return
+    check_uploads(saver)
     background = None
     if getattr(state.fsdp_config, "async_save", False):
         finish_background_save(original, saver, logger)
@@ -356,13 +398,7 @@ def save_in_background(
             _backgrounds[saver] = None if groups is None else _Background(state, groups[0])
         background = _backgrounds[saver]
     if background is None:
-        error = None
-        try:
-            with _told_of_what_follows(saver.folder):
-                original(saver, state, logger)
-        except CheckpointError as failed:  # which rank 0 alone may meet after the save
-            error = failed
-        raise_on_all_ranks({}, error)
+        save_and_upload(original, saver, state, logger)
         return
     saver.last_checkpoint_batch = state.timestamp.batch
     name = composers.get_save_filename(state, saver.filename.format(state, keep_placeholders=True))
@@ -397,7 +433,7 @@ def finish_background_save(
         error = CheckpointError(f"A save in the background failed: {error}")
     raise_on_all_ranks({}, error)
     latest = saver.last_checkpoint_batch
-    original(saver, background.written, logger)
+    save_and_upload(original, saver, background.written, logger)
     saver.last_checkpoint_batch = latest
 
 
@@ -407,10 +443,25 @@ def finish_at_fit_end(
     state: State,
     logger: Any,
 ) -> None:
-    """Replaces `CheckpointSaver.fit_end`. Collective: yes."""
+    """Replaces `CheckpointSaver.fit_end`: returns when the last checkpoint is where it is saved to.
+
+    Collective: yes.
+
+    Raises:
+        CheckpointError: a save or an upload failed; on every rank.
+    """
+    if state.fsdp_config_version != 2:
+        original(saver, state, logger)
+        return
     # Composer's own method, which `functools.wraps` keeps in `__wrapped__` of the replacement.
     finish_background_save(inspect.unwrap(CheckpointSaver._save_checkpoint), saver, logger)
-    original(saver, state, logger)
+    check_uploads(saver, wait=True)
+    error = None
+    try:
+        original(saver, state, logger)
+    except Exception as failed:  # of the client of an object store, on rank 0 alone
+        error = failed_upload(saver, failed)
+    raise_on_all_ranks({}, error)
 
 
 def leave_background_save(

@@ -35,7 +35,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 def savers() -> Savers:
-    return Savers(None, None, writes=True, first_on_node=dist.get_rank() == 0)
+    return Savers(None, None, writes=True)
 
 
 def holds(path: Path, value: float) -> None:

@@ -326,6 +326,15 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         asks=_gets_state_of_fsdp2,
     ),
     _row(
+        target=f"{_SAVER}.batch_end",
+        replacement="trainer.uploads:upload_link",
+        feature=CORE,
+        why="raises on one rank, and leaves the others waiting, when an upload has failed",
+        upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L590",
+        takes={"state"},
+        asks=_gets_state_of_fsdp2,
+    ),
+    _row(
         target=f"{_SAVER}._save_checkpoint",
         replacement="trainer.save:save_in_background",
         feature=_ASYNC_SAVE,
@@ -348,5 +357,14 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         why="does not wait for a checkpoint that is being written in the background",
         upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L644",
         fingerprints={"a3096d62d1187483"},
+    ),
+    _row(
+        target="composer.callbacks.checkpoint_saver:dist",
+        replacement="trainer.uploads:GathersErrors",
+        feature=_ASYNC_SAVE,
+        why="leaves ranks waiting for the file names of one that failed after a save",
+        upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L447",
+        fingerprints={"5e852ffaa2b752fb"},
+        source=f"{_SAVER}._save_checkpoint",
     ),
 )
