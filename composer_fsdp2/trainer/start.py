@@ -5,6 +5,7 @@ The functions here replace methods of Composer's Trainer and State; see `patches
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -152,10 +153,18 @@ def wrap_model(
     arguments: Mapping[str, Any] = getattr(trainer, ARGUMENTS, {})
     given, latest = arguments.get("save_folder"), arguments.get("save_latest_filename")
     asked = arguments.get("autoresume") and given is not None and latest is not None
-    if not asked or parse_uri(str(given))[0]:
+    if not asked:
         return
     folder = Path(format_name_with_dist(str(given), state.run_name))
     link = folder / format_name_with_dist(str(latest), state.run_name)
+    if parse_uri(str(given))[0]:
+        # Composer fetches the newest file to a path that looks like its address, in the working
+        # directory, and takes what an earlier resume has fetched there for the newest one:
+        # https://github.com/mosaicml/composer/blob/v0.32.1/composer/trainer/trainer.py#L1890
+        with contextlib.suppress(OSError):
+            link.unlink()
+        dist.barrier()
+        return
     found, error = (), None
     if dist.get_global_rank() == 0 and folder.is_dir():
         try:

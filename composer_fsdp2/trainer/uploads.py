@@ -93,8 +93,9 @@ def save_and_upload(
     if saver.remote_uploader is not None:
         _checks.update(task[0] for task in saver.symlink_upload_tasks)
     # Rank 0 has removed old checkpoints by now, from the folder that it sees.
+    kept += list(saver.all_saved_checkpoints_to_timestamp)[-1:]  # the one just saved
     for path in set(kept) - set(saver.saved_checkpoints):
-        if state.fsdp_sharded_state_dict_enabled:
+        if saver.num_checkpoints_to_keep >= 0 and state.fsdp_sharded_state_dict_enabled:
             shutil.rmtree(Path(path).parent, ignore_errors=True)
 
 
