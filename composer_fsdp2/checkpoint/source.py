@@ -171,9 +171,9 @@ def detect_kind(path: Path) -> Kind:
     if re.match(r"\w+:/", str(path)):
         address = str(path).replace(":/", "://", 1)  # as it was, before it became a path
         raise CheckpointError(
-            f"'{address}' is in an object store, and files are read on this machine's disk here. Copy "
-            "the folder or file first (for S3, aws s3 cp --recursive), and give the path of the "
-            "copy. A run loads from the store itself, with load_path."
+            f"'{address}' is in an object store, and this reads files on a disk. Copy the folder "
+            "or file first (for S3, aws s3 cp --recursive), and give the path of the copy. A run "
+            "loads from the store itself, with load_path."
         )
     raise CheckpointError(
         f"There is no checkpoint at '{path}'. Nothing can be loaded from there. Give the path of a "

@@ -29,7 +29,7 @@ from composer_fsdp2.optim.local import LocalStep, MatrixOptimizer, class_step
 from composer_fsdp2.optim.state import KeptSteps
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.agreement import agreement_of
-from composer_fsdp2.torch_private.tensors import tree_leaves
+from composer_fsdp2.torch_private.tensors import dtensor_like, local_tensor, tree_leaves
 
 __all__ = ["apply_local_step", "check_optimizer_state", "known_as"]
 
@@ -132,11 +132,29 @@ def apply_local_step(
             "write local_step: true."
         )
     if (is_tried and not _steps_alike(optimizer, device)) or setting is False:
+        optimizer.register_step_post_hook(_restore_layouts)
         return
     if state in (OptimizerState(), OptimizerState(dtype="fp32")):
         LocalStep(optimizer)
     else:
         KeptSteps(optimizer, state)
+
+
+def _restore_layouts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Gives state tensors the placements of their parameter, which operators on DTensors lose.
+
+    Collective: no. `torch.maximum(..., out=state)` of AMSGrad leaves the shards of the state right,
+    and `Shard` where the parameter has `_StridedShard`: a full tensor would have other rows.
+    """
+    for param, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(param, DTensor) else ():
+            if not isinstance(value, DTensor) or value.shape != param.shape:
+                continue
+            # `==` takes a strided shard for a plain one.
+            pairs = zip(value.placements, param.placements, strict=True)
+            alike = local_tensor(value).shape == local_tensor(param).shape
+            if alike and any(type(a) is not type(b) for a, b in pairs):
+                state[key] = dtensor_like(local_tensor(value), param)
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerState) -> None:

@@ -42,6 +42,12 @@ from composer_fsdp2.parallel.row_order import order_of, whole_to_part
 from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
+from composer_fsdp2.trainer.load_optimizer import (
+    States,
+    asking_for,
+    load_optimizers,
+    saved_states,
+)
 from composer_fsdp2.trainer.load_steps import (
     Ignore,
     StateDict,
@@ -121,6 +127,7 @@ class _Load:
         self.averages = False
         """whether the checkpoint's model is averages, where this rank has read that"""
         self._without_state = [optimizer for optimizer in state.optimizers if not optimizer.state]
+        self.states: States = {}
         self.carried: MuonFromAdamW | None = None
         """where Muon takes its state from, if the checkpoint has that of another optimizer"""
 
@@ -129,7 +136,8 @@ class _Load:
         if self.weights_only:
             wanted: StateDict = {"state": {"model": self.state.get_model_state_dict()}}
         else:
-            wanted = {"state": self.state.state_dict(), "rng": reproducibility.get_rng_state()}
+            with asking_for(self.state.model, self.state.optimizers, self.states):
+                wanted = {"state": self.state.state_dict(), "rng": reproducibility.get_rng_state()}
         return drop_keys(wanted, self.ignore)
 
     def carry(self, wanted: StateDict) -> None:
@@ -233,14 +241,21 @@ class _Load:
         # would every name that `ignore` has taken out. All other names are compared by now.
         model: Any = getattr(self.state.model, "module", self.state.model)
         adapters_only = getattr(model, "using_peft", False) and model.should_save_peft_only
-        load = self.state.load_model_state if self.weights_only else self.state.load_state_dict
-        load(
-            values,
-            logger,
-            strict=self.strict and not self.ignore and not adapters_only,
-            exclude_algorithms=excluded,
-            algorithm_passes=passes,
-        )
+        state = self.state
+        load = state.load_model_state if self.weights_only else state.load_state_dict
+
+        def load_optim_state(state_dict: StateDict, strict: bool = True) -> None:
+            own = type(state).load_optim_state.__get__(state)
+            load_optimizers(own, state.model, state.optimizers, self.states, state_dict, strict)
+
+        with override_attribute(state, "load_optim_state", load_optim_state):
+            load(
+                values,
+                logger,
+                strict=self.strict and not self.ignore and not adapters_only,
+                exclude_algorithms=excluded,
+                algorithm_passes=passes,
+            )
         if (run := run_of(self.state.model)) is not None:
             run.averages_from = path if mixed else None
         if self.weights_only:
@@ -266,6 +281,7 @@ class _ShardedLoad(_Load):
         self.saved = reader.checkpoint = saved
         if remote is not None:
             run_on_all_ranks(lambda: check_objects(saved, remote))
+        self.states = saved_states(saved, self.state.optimizers)
         wanted = self.wanted()
         state = wanted["state"]
         theirs = [way[0] for way in saved.under("state", "scaler").values() if way]
@@ -341,10 +357,16 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[s
 class _FullLoad(_Load):
     """Every rank reads the whole file, or rank 0 alone and the others hear of it."""
 
+    saved: FileCheckpoint
+
     def read(self, local: Path, remote: Any) -> StateDict:
         """Returns the values of the file. Collective: yes."""
         rank, alone = dist.get_global_rank(), self.state.load_monolith_rank0_only
         share = (0, 1) if alone else (rank, dist.get_world_size())
+        reads = rank == 0 or not alone
+        run_on_all_ranks(lambda: self._open(local, share) if reads else None)
+        self.states = saved_states(self.saved, self.state.optimizers) if reads else {}
+        self.states = of_rank0(self.states) if alone else self.states
         # As shards, because `full` gathers every weight, and only names and shapes are wanted.
         with _state_type(self.state, "sharded"):
             if self.state.fsdp_config is not None and not self.state.fsdp_enabled:
@@ -361,8 +383,7 @@ class _FullLoad(_Load):
         # Model and optimizer alone: nothing is lost without the rest of a file.
         heavy = ("model", "optimizers")
         names = {"state": {k: v for k, v in wanted["state"].items() if k in heavy}}
-        reads = rank == 0 or not alone
-        values = run_on_all_ranks(lambda: self._read(local, share, names) if reads else None)
+        values = run_on_all_ranks(lambda: self._read(names) if reads else None)
         if not alone:
             return values
         kept: StateDict = {}
@@ -373,9 +394,12 @@ class _FullLoad(_Load):
         received["state"].update({name: kept.get(name) for name in parts})
         return received
 
-    def _read(self, path: Path, share: tuple[int, int], wanted: StateDict) -> StateDict:
-        self.saved = saved = FileCheckpoint(path)
-        saved.check(share)
+    def _open(self, path: Path, share: tuple[int, int]) -> None:
+        self.saved = FileCheckpoint(path)
+        self.saved.check(share)
+
+    def _read(self, wanted: StateDict) -> StateDict:
+        saved = self.saved
         self.averages = holds_averages(saved.values.get("state", {}).get("algorithms"))
         values = saved.values = drop_keys(saved.values, self.ignore)
         values.setdefault("state", {})

@@ -351,8 +351,11 @@ class Muon(MatrixOptimizer):
                 continue
             for param, layout in zip(group["params"], layouts, strict=True):
                 if (grad := local_gradient(param)) is not None:
-                    update = self._momentum(group, param, grad)
                     mesh, axes = _divided_by(param)
+                    # torch's checkpoints give experts of other ranks a gradient as well.
+                    if mesh is not None and mesh.get_coordinate() is None:
+                        continue
+                    update = self._momentum(group, param, grad)
                     together[mesh, axes, update.dtype].append(
                         _Update(local_part(param), update, Division.of(param, axes, layout), group)
                     )

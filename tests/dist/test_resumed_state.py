@@ -1,0 +1,220 @@
+"""After a resume each parameter has the optimizer state that the checkpoint has, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer import Callback, Trainer
+from composer.models import HuggingFaceModel
+from torch import distributed as dist
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from composer_fsdp2 import Muon, installed, prepare_fully_shard
+from tests.dist.test_tensor_parallel import global_batches, llama, of_this_group
+from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _state
+from tests.support.models import TinyComposer
+from tests.support.parity import full
+from tests.support.training import Tokens, largest_difference, samples_of, trainer_for
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=3e-3, eps=1e-5),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+    "without state": lambda params: torch.optim.SGD(params, lr=0.02),
+}
+
+
+class Late(TinyComposer):
+    """Has a layer that a batch uses from batch 7 on; `used` counts batches of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(self.net.embed.weight.shape[1], 1)
+        self.batch = 0
+
+    def loss(self, outputs: Any, batch: Any, *args: Any) -> torch.Tensor:
+        loss = super().loss(outputs, batch, *args)
+        if self.batch >= 7:
+            loss = loss + self.extra(self.net.embed(batch[0])).square().mean()
+        return loss
+
+
+class Changes(Callback):
+    """Tells the model its batch, and trains the first block in some batches only."""
+
+    def __init__(self, trained: tuple[int, int]) -> None:
+        self.trained = trained
+
+    def set(self, model: Any, batch: int) -> None:
+        model.batch = batch
+        model.net.blocks[0].requires_grad_(self.trained[0] <= batch < self.trained[1])
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        del logger
+        self.set(state.model, int(state.timestamp.batch))
+
+
+def run(
+    folder: Path,
+    settings: dict[str, Any],
+    trained: tuple[int, int] = (0, STEPS),
+    optimizer: str = "adamw",
+    groups: Any = None,
+    until: int = STEPS,
+    **kwargs: Any,
+) -> Trainer:
+    torch.manual_seed(1 if "load_path" in kwargs else 0)
+    model, changes = Late(), Changes(trained)
+    changes.set(model, 0)
+    params = list(model.parameters())
+    with installed():
+        trainer = trainer_for(
+            model,
+            OPTIMIZERS[optimizer](params if groups is None else groups(params)),
+            samples_of(STEPS, 8),
+            settings,
+            max_duration=f"{until}ba",
+            save_folder=str(folder),
+            save_interval=f"{HALF}ba",
+            callbacks=[changes],
+            **kwargs,
+        )
+        trainer.fit()
+    trainer.close()
+    return trainer
+
+
+def same(a: Trainer, b: Trainer) -> bool:
+    """Whether weights and state are equal, of what this rank has. Collective: yes."""
+    pairs = _state(a), _state(b)
+    found, expected = ({k: v for k, v in state.items() if v.numel()} for state in pairs)
+    return largest_difference(found, expected) == 0.0
+
+
+def check(tmp_path: Path, settings: dict[str, Any], *args: Any) -> Trainer:
+    """Five and five steps are ten, to the last bit, and the same parameters have state."""
+    whole = run(tmp_path / "whole", settings, *args)
+    run(tmp_path / "first", settings, *args, until=HALF)
+    path = tmp_path / "first" / FORMATS[settings["state_dict_type"]]
+    resumed = run(tmp_path / "second", settings, *args, load_path=str(path))
+    assert same(resumed, whole)
+    return resumed
+
+
+@pytest.mark.table("until 2-sharded-adamw", "from 7-full-adamw")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "trained",
+    [(0, STEPS), (2, STEPS), (7, STEPS), (0, 3), (STEPS, STEPS)],
+    ids=["always", "until 2", "from 7", "until 3", "never"],
+)
+def test_frozen_for_some_batches(
+    trained: tuple[int, int], kind: str, optimizer: str, tmp_path: Path
+):
+    """The other layer has no gradient until the second half."""
+    check(tmp_path, {"state_dict_type": kind}, trained, optimizer)
+
+
+@pytest.mark.matrix
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("more", [{"optimizer_state": {"dtype": "bf16"}}, {"async_save": True}])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_frozen_with(kind: str, more: dict[str, Any], tmp_path: Path):
+    check(tmp_path, {"state_dict_type": kind, **more}, (2, STEPS))
+
+
+def _three(params: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {"params": [], "lr": 0.5},
+        {"params": params[:3], "lr": 3e-3},
+        {"params": [], "weight_decay": 0.25},
+        {"params": params[3:], "lr": 1e-3},
+    ]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_groups_without_parameters(kind: str, tmp_path: Path):
+    resumed = check(tmp_path, {"state_dict_type": kind}, (0, STEPS), "adamw", _three)
+    groups = resumed.state.optimizers[0].param_groups
+    assert [len(group["params"]) > 0 for group in groups] == [False, True, False, True]
+    assert groups[0]["lr"] == 0.5
+    assert groups[2]["weight_decay"] == 0.25
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_muon_with_experts_of_other_ranks(kind: str, tmp_path: Path):
+    """torch gives every parameter a gradient of zeros, also those of another mesh."""
+
+    def mixture(until: int, folder: str, seed: int = 0, **kwargs: Any) -> Trainer:
+        torch.manual_seed(seed)
+        config = MixtralConfig(
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            use_cache=False,
+        )
+        model = HuggingFaceModel(MixtralForCausalLM(config), use_logits=True, shift_labels=True)
+        parallelism = {"fsdp2": {"state_dict_type": kind}, "ep": {"degree": 2}}
+        with installed():
+            trainer = trainer_for(
+                model,
+                Muon(model, lr=0.01, iteration_dtype="fp32"),
+                Tokens(8 * STEPS),  # pyright: ignore
+                max_duration=f"{until}ba",
+                save_folder=str(tmp_path / folder),
+                save_interval=f"{HALF}ba",
+                parallelism_config=parallelism,
+                auto_log_hparams=False,
+                **kwargs,
+            )
+            trainer.fit()
+        trainer.close()
+        return trainer
+
+    whole = mixture(STEPS, "whole")
+    mixture(HALF, "first")
+    path = str(tmp_path / "first" / FORMATS[kind])
+    resumed = mixture(STEPS, "second", seed=1, load_path=path)
+    assert same(resumed, whole)
+
+
+@pytest.mark.world_size(4)
+def test_state_of_dtensors_has_the_layout_of_its_parameter():
+    """`torch.maximum(..., out=...)` leaves another one on strided shards."""
+
+    def state(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = llama().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True, foreach=False)
+        names = [name for name, _ in model.named_parameters()]
+        if settings is not None:
+            prepare_fully_shard(model, optimizer, settings, device="cpu")
+        for ids in global_batches(3):
+            ids = ids if settings is None else of_this_group(ids)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = optimizer.state_dict()["state"]
+        return {
+            f"{names[number]} {key}": full(value)
+            for number, held in found.items()
+            for key, value in held.items()
+        }
+
+    settings = {"tensor_parallel": 2, "local_step": False, "mixed_precision": "FULL"}
+    found, expected = state(settings), state(None)
+    dist.barrier()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-14), key
