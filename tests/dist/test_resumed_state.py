@@ -120,14 +120,6 @@ def test_frozen_for_some_batches(
     check(tmp_path, {"state_dict_type": kind}, trained, optimizer)
 
 
-@pytest.mark.matrix
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("more", [{"optimizer_state": {"dtype": "bf16"}}, {"async_save": True}])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_frozen_with(kind: str, more: dict[str, Any], tmp_path: Path):
-    check(tmp_path, {"state_dict_type": kind, **more}, (2, STEPS))
-
-
 def _three(params: list[Any]) -> list[dict[str, Any]]:
     return [
         {"params": [], "lr": 0.5},
