@@ -69,12 +69,10 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         PatchError: FSDP2 is requested, and Composer is not a version that can be extended.
     """
     from composer_fsdp2.config.group_size import written_group_size
-    from composer_fsdp2.trainer.load_steps import set_node_rank
 
     parsed = parse_run_config(cfg)
     if not requests_fsdp2(parsed):
         return parsed
-    set_node_rank()  # before Composer starts torch.distributed
     from composer_fsdp2.trainer import patches
 
     patches.install()

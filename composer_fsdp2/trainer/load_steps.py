@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,6 @@ __all__ = [
     "notes_of",
     "remove_keys",
     "run_on_all_ranks",
-    "set_node_rank",
     "set_rates_by_schedules",
     "warn_on_rank_0",
 ]
@@ -154,21 +152,11 @@ def set_rates_by_schedules(schedules: Iterable[LRScheduler]) -> None:
 # --- Where a checkpoint is on this machine. ---
 
 
-def set_node_rank() -> None:
-    """Sets NODE_RANK for Composer, which torchrun calls GROUP_RANK, unless it is set."""
-    if "GROUP_RANK" in os.environ:
-        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
-    elif "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
-        node = int(os.environ["RANK"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-        os.environ.setdefault("NODE_RANK", str(node))
-
-
 @contextlib.contextmanager
 def fetched(
     path: str, object_store: Any, state: State, progress_bar: bool
 ) -> Generator[tuple[Path, Any]]:
     """Yields where a checkpoint is on this machine, and for a folder elsewhere its reader."""
-    set_node_rank()
     path = composers._format_path_with_rank_zero(path) if "{" in path else path
     if object_store is None and not is_tar(path) and not is_compressed_pt(path):
         yield Path(path), None

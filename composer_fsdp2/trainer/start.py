@@ -34,7 +34,6 @@ from composer_fsdp2.torch_private.tensors import is_compiled
 from composer_fsdp2.trainer.config import concerns_fsdp2, parse_parallelism_config
 from composer_fsdp2.trainer.extensions import check_extensions, items_of
 from composer_fsdp2.trainer.load import load_checkpoint
-from composer_fsdp2.trainer.load_steps import set_node_rank
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.save import check_saved_adapters, note_start
@@ -74,7 +73,6 @@ def init(original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: 
         return
     given.apply_defaults()
     asked = given.arguments
-    set_node_rank()
     warn_of_shared_store()
     with override_attribute(trainer, ARGUMENTS, dict(asked)):
         auto = asked["device_train_microbatch_size"] == "auto"

@@ -1,8 +1,9 @@
-"""Rows of LLM Foundry: its two scripts, its Lion optimizers and its callbacks."""
+"""Rows of LLM Foundry: its two scripts, its tasks, its Lion optimizers and its callbacks."""
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, asked_by_class
@@ -12,6 +13,7 @@ __all__ = ["FOUNDRY_ROWS", "GROUPS", "ONE_RANK"]
 _UPSTREAM = "https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry"
 _PACKAGE = "llmfoundry"
 _TRAIN = "command_utils.train"
+_ICL = "eval.datasets.in_context_learning_evaluation"
 _MONOLITH_SAVER = "callbacks.monolithic_ckpt_callback:MonolithicCheckpointSaver"
 _row = functools.partial(PatchPoint, versions="llm-foundry 0.22.0")
 
@@ -48,10 +50,15 @@ _MONOLITH = Feature(
     "Leave mono_checkpoint_saver out of the callbacks and convert a checkpoint instead.",
     asked_by_class(f"{_PACKAGE}.{_MONOLITH_SAVER}"),
 )
+_TASKS = Feature("icl_tasks on several nodes", "Leave icl_tasks out.")
 
 
 def _asks_for_parallelism(cfg: Any, *_args: Any, **_kwargs: Any) -> bool:
     return "parallelism_config" in cfg
+
+
+def _has_several_nodes(*_args: Any, **_kwargs: Any) -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
 FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
@@ -80,6 +87,24 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         upstream=f"{_UPSTREAM}/utils/config_utils.py#L302",
         takes={"transforms"},
         asks=_asks_for_parallelism,
+    ),
+    _row(
+        target=f"{_PACKAGE}.utils.builders:build_icl_evaluators",
+        replacement="trainer.nodes:build_evaluators",
+        feature=_TASKS,
+        why="has all nodes remove and write the same files of the working directory",
+        upstream=f"{_UPSTREAM}/utils/builders.py#L550",
+        takes={"destination_dir"},
+        asks=_has_several_nodes,
+    ),
+    _row(
+        target=f"{_PACKAGE}.{_ICL}:dist",
+        replacement="trainer.nodes:OwnPaths",
+        feature=_TASKS,
+        why="writes each category to the path of rank 0, which other nodes do not read",
+        upstream=f"{_UPSTREAM}/eval/datasets/in_context_learning_evaluation.py#L1543",
+        fingerprints={"b34ac58ec37a7c4f"},
+        source=f"{_PACKAGE}.{_ICL}:partition_dataset_by_category",
     ),
     _row(
         target=f"{_PACKAGE}.optim.adaptive_lion:dist",

@@ -1,7 +1,7 @@
 """Rows of Composer's Trainer and State, and of its checkpoints.
 
-Settings, preparation, the step and evaluation; loading, saving, and executing nothing that is in a
-checkpoint.
+Settings, preparation, the step, evaluation and nodes; loading, saving, and executing nothing that
+is in a checkpoint.
 
 [Note: Composer's main branch] Two functions differ in the last commit of the main branch (640518880
 of 29 April 2026, after 0.32.1): they unpickle with a list of allowed names. That source was read
@@ -237,6 +237,22 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         why="leaves ranks waiting for one that runs out of memory under FSDP2",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L2636",
         fingerprints={"79220c70cf066a13"},
+    ),
+    _row(
+        target="composer.utils.dist:get_node_rank",
+        replacement="trainer.nodes:node_rank",
+        feature=CORE,
+        why="knows the number of a node only from NODE_RANK, which torchrun and srun do not set",
+        upstream=f"{_UPSTREAM}/utils/dist.py#L263",
+        fingerprints={"7755633765c2f271"},
+    ),
+    _row(
+        target="composer.utils.dist:get_node_signal_file_name",
+        replacement="trainer.nodes:signal_file_name",
+        feature=CORE,
+        why="returns rank 0's name on all nodes, which then remove one file of a shared folder",
+        upstream=f"{_UPSTREAM}/utils/dist.py#L628",
+        takes={"rng"},
     ),
 )
 

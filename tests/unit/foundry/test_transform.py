@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.foundry.transform import (
@@ -201,17 +201,12 @@ def test_transform_installs_for_fsdp2_only(uninstalled):
     assert Trainer._parse_parallelism_config is not original
 
 
-@pytest.mark.parametrize(("node_rank", "expected"), [(None, "3"), ("1", "1")])
-def test_node_rank_comes_from_torchrun(monkeypatch, uninstalled, node_rank, expected):
-    monkeypatch.setenv("NODE_RANK", "removed at the end")
-    monkeypatch.delenv("NODE_RANK")
+def test_composer_knows_the_node_before_distributed_starts(monkeypatch, uninstalled):
     monkeypatch.setenv("GROUP_RANK", "3")
-    if node_rank is not None:
-        monkeypatch.setenv("NODE_RANK", node_rank)
     transform(dict(OTHERS))
-    assert os.environ.get("NODE_RANK") == node_rank, "no FSDP2, no change"
+    assert dist.get_node_rank() == 0, "no FSDP2, no change"
     transform({**OTHERS, "parallelism_config": {"fsdp2": {}}})
-    assert os.environ["NODE_RANK"] == expected
+    assert dist.get_node_rank() == 3
 
 
 def test_importing_it_is_light():

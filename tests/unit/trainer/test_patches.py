@@ -226,6 +226,15 @@ def called(*args: object) -> Callable[[PatchPoint], object]:
     return ask
 
 
+def build_tasks_on_several_nodes(_row: PatchPoint) -> None:
+    from llmfoundry.utils import builders
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        builders.build_icl_evaluators([], None, 8, 2)
+
+
 class Shards(torch.nn.Linear, FSDPModule):
     """Looks like a module that FSDP2 has sharded."""
 
@@ -280,6 +289,7 @@ ASKING: dict[str, Callable[[PatchPoint], object]] = {
     "Tensor parallelism in LLM Foundry's training": lambda _: transform.transform(
         {"parallelism_config": {"fsdp2": {"tensor_parallel": 2}}}
     ),
+    "icl_tasks on several nodes": build_tasks_on_several_nodes,
     "LLM Foundry's evaluation with parallelism_config": called({"parallelism_config": {}}),
     "The optimizers DecoupledAdaLRLion and DecoupledClipLion": added("optimizers", _LIONS),
     "The optimizer DecoupledLionW of LLM Foundry": added(
