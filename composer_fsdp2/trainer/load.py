@@ -189,7 +189,6 @@ class _Load:
         globs += tuple(self.carried.ignored) if self.carried else ()
         globs += tuple(f"state/optimizers/*/state/{name}" for name in _frozen_names(self.state))
         left_out = check_fit(self.saved, flat, strict=self.strict, ignored=globs)
-        self.strict = self.strict and not left_out
         self.notes = [*notes_of(self.saved, flat, left_out)]
         self.notes += [self.carried.note] if self.carried else []
         return left_out
@@ -237,10 +236,6 @@ class _Load:
         mixed = mixed and not ("algorithms" in values and has_ema)
         if values.get("model"):
             values["model"] = _divided(self.state.model, values["model"])
-        # The model may leave its base out, which torch would miss when told to be strict, as it
-        # would every name that `ignore` has taken out. All other names are compared by now.
-        model: Any = getattr(self.state.model, "module", self.state.model)
-        adapters_only = getattr(model, "using_peft", False) and model.should_save_peft_only
         state = self.state
         load = state.load_model_state if self.weights_only else state.load_state_dict
 
@@ -252,7 +247,9 @@ class _Load:
             load(
                 values,
                 logger,
-                strict=self.strict and not self.ignore and not adapters_only,
+                # All names are compared by now, with those that the model's state dict has: it may
+                # leave out a base, or a frozen part of a module inside.
+                strict=False,
                 exclude_algorithms=excluded,
                 algorithm_passes=passes,
             )

@@ -63,6 +63,7 @@ from composer_fsdp2.trainer.uploads import (
 
 __all__ = [
     "check_saved_adapters",
+    "check_saved_names",
     "finish_at_fit_end",
     "leave_background_save",
     "make_save_folder",
@@ -102,6 +103,37 @@ def check_saved_adapters(state: State) -> None:
             "from other values. Write should_save_peft_only: false, or train adapters only (no "
             "modules_to_save)."
         )
+
+
+def check_saved_names(state: State) -> None:
+    """Refuses names in state dicts that no module has, which torch's checkpoints cannot save.
+
+    Collective: no. Every rank has the same model and callbacks. The model's own `state_dict` may
+    name its values as it likes; torch looks up those of the modules inside.
+
+    Raises:
+        ConfigError: the first save would stop the run.
+    """
+    if not any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
+        return
+    saved = set(state.model.state_dict())
+    for child_name, child in state.model.named_children():
+        for key in child.state_dict():
+            path, _, attribute = key.rpartition(".")
+            name = f"{child_name}.{key}"
+            if name not in saved or attribute == "_extra_state":
+                continue
+            try:
+                found = hasattr(child.get_submodule(path), attribute)
+            except AttributeError:
+                found = False
+            if not found:
+                raise ConfigError(
+                    f"The state dict of the model has '{plain_name(name)}', and no module has a "
+                    "parameter or buffer of that name: a `state_dict` of one's own or a hook adds "
+                    "it. The first save would fail. Register it with register_buffer, or return "
+                    "it from get_extra_state."
+                )
 
 
 def save_checkpoint(

@@ -36,7 +36,7 @@ from composer_fsdp2.trainer.extensions import check_extensions, items_of
 from composer_fsdp2.trainer.load import load_checkpoint
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.save import check_saved_adapters, note_start
+from composer_fsdp2.trainer.save import check_saved_adapters, check_saved_names, note_start
 
 __all__ = [
     "ARGUMENTS",
@@ -147,6 +147,7 @@ def wrap_model(
     note_start(state)
     save_lions_as_text(ensure_tuple(optimizers))
     check_saved_adapters(state)
+    check_saved_names(state)
     original(trainer, model, optimizers)
     arguments: Mapping[str, Any] = getattr(trainer, ARGUMENTS, {})
     given, latest = arguments.get("save_folder"), arguments.get("save_latest_filename")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from composer_fsdp2 import Muon, installed, prepare_fully_shard
+from composer_fsdp2.errors import ConfigError
 from tests.dist.test_tensor_parallel import global_batches, llama, of_this_group
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _state
 from tests.support.models import TinyComposer
@@ -210,3 +212,49 @@ def test_state_of_dtensors_has_the_layout_of_its_parameter():
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-14), key
+
+
+class OwnNames(nn.Module):
+    """Leaves a frozen part out of its state dict, or adds a tensor to it."""
+
+    def __init__(self, width: int, *, adds: bool) -> None:
+        super().__init__()
+        self.adds = adds
+        self.frozen, self.trained = nn.Linear(width, 8), nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        nn.init.ones_(self.frozen.weight)  # as a base that is loaded from elsewhere
+        nn.init.zeros_(self.frozen.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(self.frozen(x))
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        found = super().state_dict(*args, prefix=prefix, **kwargs)
+        if self.adds:
+            found[f"{prefix}added"] = torch.ones(3)
+        else:
+            for name in [name for name in found if name.startswith(f"{prefix}frozen.")]:
+                del found[name]
+        return found
+
+
+class WithNames(Late):
+    def __init__(self, *, adds: bool) -> None:
+        super().__init__()
+        self.inside = OwnNames(self.net.embed.weight.shape[1], adds=adds)
+
+    def loss(self, outputs: Any, batch: Any, *args: Any) -> torch.Tensor:
+        inside = self.inside(self.net.embed(batch[0])).square().mean()
+        return super().loss(outputs, batch, *args) + inside
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_module_with_a_state_dict_of_its_own(kind: str, tmp_path: Path):
+    settings = {"state_dict_type": kind}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.Late", partial(WithNames, adds=False))
+        check(tmp_path, settings)
+        patch.setattr(f"{__name__}.Late", partial(WithNames, adds=True))
+        with pytest.raises(ConfigError, match=r"has 'inside\.added', and no module has"):
+            run(tmp_path / "added", settings)
