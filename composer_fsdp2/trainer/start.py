@@ -11,15 +11,17 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from composer import Trainer
-from composer.core import State
+from composer.callbacks import CheckpointSaver
+from composer.core import State, Timestamp
 from composer.utils import dist, ensure_tuple
 from composer.utils.file_helpers import format_name_with_dist, parse_uri
 from composer.utils.misc import partial_format
+from composer.utils.object_store import ObjectStore
 
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.pickles import is_refusal
@@ -41,8 +43,10 @@ from composer_fsdp2.trainer.save import check_saved_adapters, check_saved_names,
 __all__ = [
     "ARGUMENTS",
     "check_arguments",
+    "check_save_folder",
     "init",
     "load_any_checkpoint",
+    "refuse_later_checkpoints",
     "warn_of_shared_store",
     "wrap_model",
 ]
@@ -52,7 +56,10 @@ ARGUMENTS = "_fsdp2_arguments"
 """attribute of a Trainer that is being built: what it was given, by name"""
 _candidates: WeakKeyDictionary[State, tuple[Path, tuple[Path, ...]]] = WeakKeyDictionary()
 """the link to the checkpoint that a run resumes from, and good checkpoints, the newest first"""
-_PLACEHOLDER = re.compile(r"\\\{[^{}]*\\\}")
+_PLACEHOLDER = re.compile(r"\\\{([^{}]*)\\\}")
+_COUNTS = ("epoch", "batch", "sample", "token")
+_COUNTS_IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
+"""counts that names of checkpoints may have, as Composer's `Timestamp` calls them"""
 
 
 def init(original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -163,6 +170,7 @@ def wrap_model(
         with contextlib.suppress(OSError):
             link.unlink()
         dist.barrier()
+        _candidates[state] = link, ()
         return
     found, error = (), None
     if dist.get_global_rank() == 0 and folder.is_dir():
@@ -184,8 +192,9 @@ def _settle(folder: Path, link: Path, filename: str, state: State) -> tuple[Path
         if not place_of.exists():
             replaced.rename(place_of)
     config: Any = state.fsdp_config
-    files = _pattern_of(filename, state)
-    folders = None if config is None else _pattern_of(config.sharded_ckpt_prefix_dir, state)
+    files = _pattern_of(filename, state.run_name)
+    prefix = None if config is None else config.sharded_ckpt_prefix_dir
+    folders = None if prefix is None else _pattern_of(prefix, state.run_name)
     good: list[tuple[int, float, Path]] = []
     for path in sorted(folder.iterdir()):
         pattern = folders if path.is_dir() else files
@@ -211,13 +220,26 @@ def _settle(folder: Path, link: Path, filename: str, state: State) -> tuple[Path
     return paths
 
 
-def _pattern_of(name: str, state: State) -> re.Pattern[str]:
-    """Returns a pattern of the names that a save of this run gives, at any time of training."""
-    # Braces of everything but the run's name and ranks, which stay the same, are doubled.
+def _without_times(name: str, run_name: str) -> str:
+    """Fills in what stays the same in names of a run, and leaves the placeholders of times."""
+    # Their braces are doubled.
     same = "run_name|rank|local_rank|world_size|local_world_size|node_rank"
     name = re.sub(rf"\{{(?!(?:{same})\}})([^{{}}]*)\}}", r"{{\1}}", name)
-    written = re.escape(format_name_with_dist(name, state.run_name))
-    return re.compile(_PLACEHOLDER.sub("[0-9]+", written))
+    return format_name_with_dist(name, run_name)
+
+
+def _pattern_of(name: str, run_name: str) -> re.Pattern[str]:
+    """Returns a pattern of the names that saves of a run give, with a group for each count."""
+    groups = set[str]()
+
+    def number(placeholder: re.Match[str]) -> str:
+        unit = re.split("[:!]", placeholder[1])[0]  # of `batch:06d`
+        if unit in groups or unit not in (*_COUNTS, *_COUNTS_IN_EPOCH):
+            return "[0-9]+"
+        groups.add(unit)
+        return f"(?P<{unit}>[0-9]+)"
+
+    return re.compile(_PLACEHOLDER.sub(number, re.escape(_without_times(name, run_name))))
 
 
 def _batch_of(saved: Checkpoint) -> int | None:
@@ -230,6 +252,130 @@ def _batch_of(saved: Checkpoint) -> int | None:
             "timestamp is damaged. Take another checkpoint."
         )
     return batch
+
+
+# --- A run that begins anew does not write over the checkpoints of another. ---
+
+
+def refuse_later_checkpoints(
+    original: Callable[..., None], saver: CheckpointSaver, state: State, logger: Any
+) -> None:
+    """Replaces `CheckpointSaver.fit_start`, which sees files alone, and in local folders.
+
+    Collective: yes.
+
+    Raises:
+        CheckpointError: see `check_save_folder`; on every rank.
+    """
+    config: Any = state.fsdp_config
+    name, prefix, error = saver.filename.filename, config.sharded_ckpt_prefix_dir, None
+    if saver.remote_uploader is not None and state in _candidates and int(state.timestamp.batch):
+        # Later objects than autoresume has found are of uploads of this run that did not end.
+        saver.overwrite = True
+    try:
+        if saver.overwrite:
+            pass
+        elif saver.remote_uploader is None or saver.remote_file_name is None:
+            check_save_folder(saver.folder, name, prefix, state.run_name, state.timestamp)
+        elif dist.get_global_rank() == 0:
+            folder, name = saver.remote_uploader.remote_folder, saver.remote_file_name.filename
+            store = saver.remote_uploader.remote_backend
+            check_save_folder(folder, name, prefix, state.run_name, state.timestamp, store)
+    except CheckpointError as failed:
+        error = failed
+    raise_on_all_ranks({}, error)
+    with override_attribute(saver, "overwrite", True):  # what Composer would look for is not there
+        original(saver, state, logger)
+
+
+def check_save_folder(
+    folder: str,
+    filename: str,
+    prefix: str,
+    run_name: str,
+    now: Timestamp,
+    store: ObjectStore | None = None,
+) -> None:
+    """Refuses to save where checkpoints of a later time are. Collective: no.
+
+    Args:
+        folder: of the run's checkpoints.
+        filename: of a full checkpoint in it; with a store, of the object.
+        prefix: of a folder of shards, which lies where the file would.
+        run_name: of the run.
+        now: when the run begins.
+        store: where `folder` is, if it is remote.
+
+    Raises:
+        CheckpointError: such checkpoints are there, or the store cannot be asked.
+    """
+    folder = format_name_with_dist(folder, run_name)
+    later: dict[str, tuple[int, ...]] = {}
+    for name in (filename, str(PurePosixPath(filename).parent / prefix)):
+        pattern = _pattern_of(name, run_name)
+        # In a store a folder is the beginning of names.
+        whole = re.compile(rf"(?<![^/]){pattern.pattern}(?=/|\Z)")
+        constant = _without_times(name, run_name).partition("{")[0]
+        found = _local_names(folder, name) if store is None else _objects(store, constant, folder)
+        for match in filter(None, map(whole.search, found)):
+            counts = {unit: int(text) for unit, text in match.groupdict().items()}
+            path = None if store is not None else Path(folder, match[0])
+            if _is_later(counts, now, path):
+                later[match[0]] = tuple(counts.values())
+    if not later:
+        return
+    names = sorted(later, key=lambda name: (later[name], name))
+    several = "a checkpoint" if len(names) == 1 else f"{len(names)} checkpoints"
+    shown = ", ".join(f"'{name}'" for name in names[-3:])
+    raise CheckpointError(
+        f"'{folder}' has {several} of a later time than this run begins at, which is batch "
+        f"{int(now.batch)}; the latest: {shown}. save_overwrite is false, and the run would write "
+        "over them and point to its own as the latest. Write autoresume: true (with the run_name) "
+        "or load_path to go on from one of them, another run_name or save_folder to keep them, or "
+        "save_overwrite: true."
+    )
+
+
+def _local_names(folder: str, name: str) -> list[str]:
+    """Returns what lies as deep in a folder as the name, relative to it."""
+    found = Path(folder).glob("/".join("*" * len(PurePosixPath(name).parts)))
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
+def _objects(store: ObjectStore, constant: str, folder: str) -> list[str]:
+    """Returns names of objects: of the folder in which names begin with a constant text."""
+    above, slash, _ = constant.rpartition("/")
+    try:
+        return store.list_objects(above + slash or constant)
+    except FileNotFoundError:
+        return []
+    except Exception as error:  # each store has errors of its own
+        raise CheckpointError(
+            f"The objects in '{folder}' cannot be listed: {error}. The run could write over "
+            "checkpoints of another one. Allow it to list them, or write save_overwrite: true."
+        ) from error
+
+
+def _is_later(counts: Mapping[str, int], now: Timestamp, path: Path | None) -> bool:
+    """Compares as Composer's `ensure_folder_has_no_conflicting_files` does.
+
+    A name without a count says nothing of a time. Then a local checkpoint does, and an object is
+    not uploaded a second time under its name.
+    """
+    if not counts:
+        if path is None:
+            return True
+        try:
+            batch = _batch_of(open_checkpoint(path))
+        except CheckpointError:
+            return True
+        return batch is None or batch > now.batch
+    same_epoch = counts.get("epoch") == int(now.epoch)
+    return any(
+        count > int(getattr(now, unit))
+        for unit, count in counts.items()
+        if unit in _COUNTS or same_epoch
+    )
 
 
 def _set_aside(path: Path, reason: str) -> None:

@@ -250,6 +250,24 @@ def test_a_disk_that_is_full_after_a_save_is_told_on_every_rank(rank: int, url: 
     assert f"On rank {rank}: " in said_everywhere(caught.value)
 
 
+@pytest.mark.matrix
+@pytest.mark.world_size(2)
+def test_a_run_that_died_in_an_upload_goes_on(url: str, tmp_path: Path):
+    kwargs = {"autoresume": True, "run_name": "r"}
+    with found_by_composer(url) as client:
+        run(URI, SHARDED, until=5, **kwargs)
+        if dist.get_rank() == 0:
+            client.put_object(Bucket=BUCKET, Key="r/ck/ep0-ba10/__1_0.distcp", Body=b"begun")
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="of a later time") as caught:
+            run(URI, SHARDED)
+        assert "autoresume: true" in said_everywhere(caught.value)
+        resumed, _ = run(URI, SHARDED, **kwargs)
+        path = f"{URI}/ep0-ba10"
+        loaded, _ = _run(tmp_path, SHARDED, until=0, seed=1, load_path=path)
+        assert largest_difference(_state(loaded), _state(resumed)) == 0.0
+
+
 # --- Checkpoints of FSDP1 ---
 
 

@@ -183,6 +183,7 @@ def test_muon_with_experts_of_other_ranks(kind: str, tmp_path: Path):
     assert same(resumed, whole)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 def test_state_of_dtensors_has_the_layout_of_its_parameter():
     """`torch.maximum(..., out=...)` leaves another one on strided shards."""

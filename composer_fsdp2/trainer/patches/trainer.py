@@ -351,6 +351,15 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         asks=_gets_state_of_fsdp2,
     ),
     _row(
+        target=f"{_SAVER}.fit_start",
+        replacement="trainer.start:refuse_later_checkpoints",
+        feature=CORE,
+        why="lets a run that begins anew write over sharded checkpoints of another",
+        upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L360",
+        fingerprints={"2e0568341d5c1179"},
+        asks=_gets_state_of_fsdp2,
+    ),
+    _row(
         target=f"{_SAVER}._save_checkpoint",
         replacement="trainer.save:save_in_background",
         feature=_ASYNC_SAVE,
