@@ -7,7 +7,7 @@ from collections.abc import Iterable
 __all__ = ["child_name", "listed", "plain_name", "quoted", "size_text"]
 
 
-def listed(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
+def listed(names: Iterable[object], most: int = 5, quote: str = "'") -> str:
     """Returns the first names, and how many there are besides: `'a', 'b' and 3 more`."""
     found = [f"{quote}{name}{quote}" for name in names]
     more = f" and {len(found) - most} more" if len(found) > most else ""

@@ -250,7 +250,7 @@ class AddedParameters(StepListener):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        held = [] if run.optimizer is None else _params_of(run.optimizer)
+        held = [param for optimizer in run.optimizers for param in _params_of(optimizer)]
         self._whole = {id(param) for param in [*run.model.parameters(), *held] if _is_plain(param)}
         self._seen = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
 
@@ -267,7 +267,7 @@ class AddedParameters(StepListener):
             return
         names = {id(param): f"'{name}'" for name, param in self.run.model.named_parameters()}
         own = [param for param in params if id(param) in names]
-        is_given = optimizer is self.run.optimizer
+        is_given = any(optimizer is other for other in self.run.optimizers)
         is_divided = any(group_dividing(param) is not None for param in own)
         if not is_given and (is_divided or any(held_by(param) is not None for param in own)):
             kind, held = (

@@ -29,9 +29,10 @@ from composer_fsdp2.optim.local import LocalStep, MatrixOptimizer, class_step
 from composer_fsdp2.optim.state import KeptSteps
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.torch_private.tensors import dtensor_like, local_tensor, tree_leaves
 
-__all__ = ["apply_local_step", "check_optimizer_state", "known_as"]
+__all__ = ["LaterOptimizers", "apply_local_step", "check_optimizer_state", "known_as"]
 
 _WITHOUT_STATE = "llmfoundry.optim.no_op:NoOp"
 _AVERAGES = "torch.optim.asgd:ASGD"
@@ -85,7 +86,7 @@ def known_as(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def apply_local_step(
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     setting: bool | Literal["auto"],
     device: torch.device,
     state: OptimizerState,
@@ -93,25 +94,13 @@ def apply_local_step(
     """Has the optimizer of a sharded model step local shards, as the setting `local_step` says.
 
     Collective: yes, for an optimizer that is not known. It keeps its state in the form of `state`,
-    which `check_optimizer_state` has let pass. An optimizer that is built later steps DTensors, as
-    torch has it.
+    which `check_optimizer_state` has let pass.
 
     Raises:
         PlanError: `local_step: true` and an optimizer that looks across elements; one that can
             step neither DTensors nor local shards, which a trial shows; `state` and one that is
             not known to step parameters one by one.
     """
-    if optimizer is None:
-        if dist.get_rank() == 0 and (setting is True or state != OptimizerState()):
-            name = "local_step" if state == OptimizerState() else "optimizer_state"
-            warnings.warn(
-                f"'{name}' is set and prepare_fully_shard was given no optimizer. One that is "
-                "built later steps DTensors and keeps its state as torch does, so the setting has "
-                "no effect. Build the optimizer first and give it to prepare_fully_shard, or "
-                f"leave {name} out.",
-                stacklevel=2,
-            )
-        return
     if isinstance(optimizer, MatrixOptimizer):
         return  # it works on local shards itself, with collectives of its own
     name, known = type(optimizer).__name__, known_as(optimizer)
@@ -155,6 +144,43 @@ def _restore_layouts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             alike = local_tensor(value).shape == local_tensor(param).shape
             if alike and any(type(a) is not type(b) for a, b in pairs):
                 state[key] = dtensor_like(local_tensor(value), param)
+
+
+class LaterOptimizers(StepListener):
+    """Has optimizers that are built after the model was prepared step local shards.
+
+    One that is not known steps DTensors, as torch has it: to try it takes a collective, and the
+    ranks need not come here together.
+    """
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Whether local steps are not switched off. Warns of what has no effect."""
+        state = run.settings.optimizer_state
+        if not run.optimizers and state != OptimizerState() and dist.get_rank() == 0:
+            warnings.warn(
+                "'optimizer_state' is set and prepare_fully_shard was given no optimizer. One that "
+                "is built later keeps its state as torch does, so the setting has no effect. Build "
+                "the optimizer first and give it to prepare_fully_shard, or leave optimizer_state "
+                "out.",
+                stacklevel=2,
+            )
+        return run.settings.local_step is not False
+
+    def new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Changes an optimizer that holds parameters of the model. Collective: no.
+
+        Raises:
+            PlanError: as `apply_local_step`.
+        """
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        # Of several models, that of the first parameter does it.
+        first = next((param for param in params if isinstance(param, DTensor)), None)
+        if first is None or not any(first is param for param in self.run.model.parameters()):
+            return
+        setting = self.run.settings.local_step
+        if setting is True or known_as(optimizer):
+            apply_local_step(optimizer, setting, self.run.device, OptimizerState())
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerState) -> None:

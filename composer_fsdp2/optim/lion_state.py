@@ -39,8 +39,8 @@ class LionAverages(StepListener):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Whether the optimizer is an adaptive Lion."""
-        return type(run.optimizer).__name__ in ADAPTIVE_LIONS
+        """Whether an optimizer is an adaptive Lion."""
+        return any(type(optimizer).__name__ in ADAPTIVE_LIONS for optimizer in run.optimizers)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Renames the method of trackers that earlier steps, or a checkpoint, have made."""

@@ -51,7 +51,7 @@ class MetaDeviceReport:
     """of the names, when some are"""
     attributes: str
     """plain tensors in attributes; ranks need the same ones only when some rank is on meta"""
-    unreachable: str
+    unreachable: str = ""
     """an attribute whose object leads to a tensor on meta that nobody could fill, or ''"""
 
     @classmethod

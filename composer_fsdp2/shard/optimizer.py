@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -18,10 +19,11 @@ from composer_fsdp2.parallel.row_order import whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
 from composer_fsdp2.shard.layout import Place, place_of
+from composer_fsdp2.text import listed
 
 __all__ = [
     "DetachedOptimizer",
-    "check_optimizer",
+    "check_optimizers",
     "describe_optimizer",
     "detach_optimizer",
     "reattach_optimizer",
@@ -52,22 +54,23 @@ class DetachedOptimizer:
     """Holds an optimizer without parameters, and where each of them sat in the model.
 
     A place is (module, attribute): no names and no addresses, so it survives wrappers and ties.
+    Parameters of other modules are held themselves.
     """
 
     optimizer: torch.optim.Optimizer
-    groups: list[list[Place]]
+    groups: list[list[Place | nn.Parameter]]
     states: list[tuple[Place, torch.Size, dict[Any, Any]]]
 
 
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, tree: ModuleTree, *, gives_values: bool
+def check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], tree: ModuleTree, *, gives_values: bool
 ) -> None:
-    """Refuses an optimizer whose parameters or state cannot be moved to shards.
+    """Refuses optimizers whose parameters or state cannot be moved to shards.
 
     Collective: no.
 
     Args:
-        optimizer: as the user built it.
+        optimizers: as the user built them.
         tree: the model before sharding.
         gives_values: whether this rank's state is the one that is kept (rank 0's is).
 
@@ -75,26 +78,47 @@ def check_optimizer(
         PlanError: for parameters of another model, for one weight in two groups, for state that
             cannot be divided, and for a kind that cannot work on shards.
     """
-    _check_kind(optimizer)
     names = {id(ref.param): ref.name for ref in reversed(tree.params)}
-    foreign = [
-        _describe_foreign(group, number, index)
+    for optimizer in optimizers:
+        _check_kind(optimizer)
+    _check_foreign(optimizers, tree, names)
+    for optimizer in optimizers:
+        _check_aliases(optimizer, tree, names)
+        for param, state in optimizer.state.items():
+            if id(param) in names:
+                _check_state(names[id(param)], param, state, gives_values)
+
+
+def _check_foreign(
+    optimizers: Sequence[torch.optim.Optimizer], tree: ModuleTree, names: Mapping[int, str]
+) -> None:
+    """Refuses parameters that are not in the model, unless all of the model's are held too."""
+    held = [
+        (param, group, number, index)
+        for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
         for index, param in enumerate(group["params"])
-        if id(param) not in names
     ]
-    if foreign:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        missing = sorted(set(names.values()) - {names[key] for key in held & names.keys()})
+    foreign = [(param, _describe_foreign(*slot)) for param, *slot in held if id(param) not in names]
+    if not foreign:
+        return
+    texts = ", ".join(text for _, text in foreign[:10])
+    ids = {id(param) for param, *_ in held}
+    trained = {names[id(ref.param)] for ref in tree.params if ref.param.requires_grad}
+    missing = sorted(trained - {names[key] for key in ids & names.keys()})
+    if missing:
         raise PlanError(
-            f"The optimizer holds {len(foreign)} parameters that are not in the model: "
-            f"{', '.join(foreign[:10])}. They would be stepped while the model trains nothing. "
-            "Build the optimizer from the parameters of the model that is prepared. Parameters of "
-            f"the model that the optimizer does not hold: {', '.join(missing[:10]) or 'none'}."
+            f"The optimizer holds {len(foreign)} parameters that are not in the model: {texts}. "
+            "They would be stepped while the model does not train. Build the optimizer from the "
+            "parameters of the model that is prepared. Parameters of the model that the optimizer "
+            f"does not hold: {', '.join(missing[:10])}."
         )
-    _check_aliases(optimizer, tree, names)
-    for param, state in optimizer.state.items():
-        _check_state(names.get(id(param), "?"), param, state, gives_values)
+    if any(isinstance(param, DTensor) for param, _ in foreign):
+        raise PlanError(
+            f"The optimizer also holds parameters of another sharded model: {texts}. It steps the "
+            "local shards of one model. Give each model an optimizer of its own, or build the "
+            "optimizer when both models are prepared."
+        )
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
@@ -167,7 +191,8 @@ def _check_aliases(
     representative = canonical_param_ids(tree.params)
     holders: dict[int, str] = {}
     for param in optimizer.state:
-        name = names[id(param)]
+        if (name := names.get(id(param))) is None:
+            continue
         other_name = holders.setdefault(representative[id(param)], name)
         if other_name != name:
             raise PlanError(
@@ -178,7 +203,8 @@ def _check_aliases(
     first: dict[int, tuple[int, str]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            name = names[id(param)]
+            if (name := names.get(id(param))) is None:
+                continue
             other, other_name = first.setdefault(representative[id(param)], (number, name))
             if other != number:
                 raise PlanError(
@@ -212,18 +238,16 @@ def _check_state(
 def detach_optimizer(optimizer: torch.optim.Optimizer, tree: ModuleTree) -> DetachedOptimizer:
     """Takes the parameters out of the optimizer, so that sharding can free them.
 
-    Collective: no. `check_optimizer` comes first.
+    Collective: no. `check_optimizers` comes first.
     """
     # Under the first name of a tied parameter.
     places = {id(ref.param): place_of(tree, ref) for ref in reversed(tree.params)}
-    groups = [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    states = [
-        (places[id(param)], param.shape, dict(state)) for param, state in optimizer.state.items()
-    ]
+    groups = [[places.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = []
     # State is keyed by the Parameter object, which would keep the full parameter alive.
-    optimizer.state.clear()
+    moved = [param for param in optimizer.state if id(param) in places]
+    states = [(places[id(param)], param.shape, dict(optimizer.state.pop(param))) for param in moved]
     return DetachedOptimizer(optimizer, groups, states)
 
 
@@ -234,9 +258,19 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
     extra keys and `initial_lr` stay.
     """
     optimizer = detached.optimizer
+    places = [place for group in detached.groups for place in group]
+    foreign = [tuple(place.shape) for place in places if isinstance(place, nn.Parameter)]
+    if foreign and dist.get_world_size() > 1 and dist.get_rank() == 0:
+        warnings.warn(
+            f"The optimizer also holds parameters that are not in the model, of the shapes "
+            f"{listed(foreign, quote='')}. Nobody averages their gradients over the ranks. Do that "
+            "before each step (torch.distributed.all_reduce), or make them a part of the model.",
+            stacklevel=4,
+        )
     for group, places in zip(optimizer.param_groups, detached.groups, strict=True):
         kept: dict[int, nn.Parameter] = {}
-        for param in (getattr(module, attribute) for module, attribute in places):
+        for place in places:
+            param = getattr(*place) if isinstance(place, tuple) else place
             if id(param) in kept:
                 warnings.warn(
                     f"Two parameters of shape {tuple(param.shape)} shared memory and are one "

@@ -109,14 +109,17 @@ class StepListener:
     def end_of_backward(self) -> None:
         """Backward of all units, of several models too, is over."""
 
+    def new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is not the run's is about to step for the first time."""
+
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of this process, not only that of the run, is about to step."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer of the run is about to step."""
+        """An optimizer of the run is about to step."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer of the run has stepped."""
+        """An optimizer of the run has stepped."""
 
     def aborted(self) -> None:
         """The batch is thrown away on every rank: forget what was heard of it."""
@@ -137,7 +140,8 @@ class Run:
     settings: FSDP2Config
     device: torch.device
     """where units gather"""
-    optimizer: torch.optim.Optimizer | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    """that were given to `prepare_fully_shard`; those built later are no part of the run"""
     units: Mapping[str, FSDPModule]
     """by name, children before parents"""
     conditional: Sequence[str] = ()
@@ -156,6 +160,8 @@ class Run:
     """name of the unit whose forward began last"""
     _calls: dict[str, list[Callable[..., Any]]] = field(default_factory=dict[str, Any])
     _backward: int = -1
+    _stepped: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+    """optimizers of the process that are not the run's"""
 
     @functools.cached_property
     def groups(self) -> dict[str, list[Any]]:
@@ -199,7 +205,7 @@ class Run:
 
         def hear_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if (run := held()) is not None:
-                run.tell("before_any_step", optimizer)
+                run._hear_any_step(optimizer)
 
         # Never removed: the model may be collected while torch goes through these hooks.
         register_optimizer_step_pre_hook(hear_any_step)
@@ -207,9 +213,9 @@ class Run:
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L214
         self.model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
         self.model.register_forward_hook(partial(self._hear, "end_forward"))
-        if self.optimizer is not None:
-            self.optimizer.register_step_pre_hook(partial(self._hear_step, "before_step"))
-            self.optimizer.register_step_post_hook(partial(self._hear_step, "after_step"))
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(partial(self._hear_step, "before_step"))
+            optimizer.register_step_post_hook(partial(self._hear_step, "after_step"))
         for name, unit in self.units.items():
             # Before torch's own, which frees the parameters.
             assert isinstance(unit, nn.Module)
@@ -271,6 +277,12 @@ class Run:
 
     def _hear(self, event: str, *_: object) -> None:
         self.tell(event)
+
+    def _hear_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._stepped and optimizer not in self.optimizers:
+            self._stepped.add(optimizer)
+            self.tell("new_optimizer", optimizer)
+        self.tell("before_any_step", optimizer)
 
     def _hear_step(self, event: str, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.tell(event, optimizer)

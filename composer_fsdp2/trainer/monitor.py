@@ -258,7 +258,7 @@ class Comparison(Traffic):
     @classmethod
     def wanted(cls, run: Run) -> bool:
         """Says whether `composer-fsdp2 train` left a forecast to this rank. Collective: no."""
-        asked = run.settings.verbose and run.optimizer is not None and FORECAST in os.environ
+        asked = run.settings.verbose and len(run.optimizers) == 1 and FORECAST in os.environ
         return asked and dist.get_global_rank() == 0
 
     def __init__(self, run: Run) -> None:
@@ -286,8 +286,8 @@ class Comparison(Traffic):
         if self._steps != 2:
             return
         self.run.stop_listening(self)
-        assert self.run.optimizer is not None  # which holds all state, whatever copy has stepped
-        stay = kept_storages(self._params, self.run.optimizer)
+        # Holds all state, whatever copy has stepped.
+        stay = kept_storages(self._params, self.run.optimizers[0])
         held = {storage.data_ptr(): (kind, storage.nbytes()) for kind, storage in stay}
         measured, peak = Counter(self.counts), self._peak()
         for kind, size in held.values():

@@ -34,7 +34,7 @@ from composer_fsdp2.guards.explain import ExplainErrors, UnusedHead
 from composer_fsdp2.guards.order_check import OrderCheck, Watchdog, is_broken
 from composer_fsdp2.guards.out_of_memory import OOMGuard
 from composer_fsdp2.guards.parameters import AddedParameters, GatheredParameters
-from composer_fsdp2.optim.elementwise import apply_local_step
+from composer_fsdp2.optim.elementwise import LaterOptimizers, apply_local_step
 from composer_fsdp2.optim.lion_state import LionAverages
 from composer_fsdp2.optim.local import MatrixOptimizer
 from composer_fsdp2.parallel.division import BatchGroup, Divided, RankGroup
@@ -95,6 +95,7 @@ STEP: tuple[type[StepListener], ...] = (
     Prefetch,
     UnusedParameters,
     LionAverages,
+    LaterOptimizers,
     # Guards, without which every number stays. An `OOMGuard` comes before all of them.
     OrderCheck,
     Watchdog,  # after the order: a rank is in a collective that all have come to
@@ -126,7 +127,8 @@ def prepare_fully_shard(
 
     Args:
         model: on cpu or the device on every rank; on meta on ranks above 0; or on meta everywhere.
-        optimizers: at most one, with or without state; or `None` to build it afterwards.
+        optimizers: with or without state; or `None` to build them afterwards. A Trainer has one.
+            Parameters of other modules in it stay as they are.
         fsdp2_config: a mapping, our config, Composer's `FSDP2Config`, or FSDP1's `FSDPConfig`.
         precision: the training precision, for `mixed_precision: DEFAULT` and `PURE`; fp32 by
             default, which casts nothing. A Trainer gives its own.
@@ -249,10 +251,11 @@ def apply_to_model(
     """Changes the model and its optimizer as planned. Collective: yes."""
     if plan.settings.verbose and distributed.get_rank() == 0:
         show(f"FSDP2 plan:\n{plan.describe()}")
-    optimizer, settings = plan.optimizer, plan.settings
-    if isinstance(optimizer, MatrixOptimizer) and plan.groups is not None:
-        optimizer.assign_groups(plan.groups)
-    detached = None if optimizer is None else detach_optimizer(optimizer, plan.tree)
+    settings = plan.settings
+    for optimizer in plan.optimizers:
+        if isinstance(optimizer, MatrixOptimizer) and plan.groups is not None:
+            optimizer.assign_groups(plan.groups)
+    detached = [detach_optimizer(optimizer, plan.tree) for optimizer in plan.optimizers]
     # A plan with a tree would keep full parameters in memory until all units are sharded.
     tree, plan.tree = plan.tree, ModuleTree()
     mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
@@ -281,13 +284,14 @@ def apply_to_model(
     _cast_buffers(tree, plan)
     tops = [units[u.modules[0]] for u in plan.units.units if u.top_level]
     apply_communication(tops, units.values(), settings.communication)
-    if detached is not None:
-        reattach_optimizer(detached)
+    for one in detached:
+        reattach_optimizer(one)
         for division in divisions:
-            division.connect_optimizer(detached.optimizer)
+            division.connect_optimizer(one.optimizer)
     run = start_run(tree, plan, units, divisions)
     count_flops_once(model, run.batch_group)
-    apply_local_step(optimizer, settings.local_step, run.device, settings.optimizer_state)
+    for optimizer in plan.optimizers:
+        apply_local_step(optimizer, settings.local_step, run.device, settings.optimizer_state)
     return run
 
 
@@ -325,7 +329,7 @@ def start_run(
         shape=plan.shape,
         settings=plan.settings,
         device=device,
-        optimizer=plan.optimizer,
+        optimizers=plan.optimizers,
         divisions=divisions,
         batch_group=BatchGroup(same_batch) if same_batch else None,
         units=units,

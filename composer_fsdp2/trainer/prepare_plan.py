@@ -49,7 +49,7 @@ from composer_fsdp2.ranks import installation
 from composer_fsdp2.shard.apply import check_forward_methods, check_hooks
 from composer_fsdp2.shard.communication import check_communication
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, shared_seed
-from composer_fsdp2.shard.optimizer import check_optimizer, describe_optimizer
+from composer_fsdp2.shard.optimizer import check_optimizers, describe_optimizer
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class PreparePlan:
 
     Args:
         model: as for `prepare_fully_shard`, like the next four.
-        optimizers: at most one.
+        optimizers: one or several; or none.
         settings: of FSDP2.
         precision: of the run.
         device: where the shards live.
@@ -96,13 +96,14 @@ class PreparePlan:
         _check_offload(settings, self.device_type)
         check_communication(settings.communication, self.device_type)
         given = ensure_tuple(optimizers)
-        if len(given) > 1:
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = given
+        muon = given[0] if len(given) == 1 and isinstance(given[0], MatrixOptimizer) else None
+        if muon is None and any(isinstance(optimizer, MatrixOptimizer) for optimizer in given):
             raise ConfigError(
-                f"{len(given)} optimizers were given. The Trainer steps one. Give one optimizer "
-                "with several parameter groups."
+                f"{len(given)} optimizers were given, and one is Muon, which steps all parameters "
+                "of the model. The others would step them once more. Give Muon alone: it steps by "
+                "AdamW what it does not orthogonalise."
             )
-        optimizer: torch.optim.Optimizer | None = given[0] if given else None
-        self.optimizer = optimizer
         self.tree = tree = ModuleTree.read(model)
         refuse_unreadable(tree)
         refuse_gradients(tree)
@@ -117,7 +118,7 @@ class PreparePlan:
         if self.conditional and (settings.activation_checkpointing or settings.compile):
             # A block of a tower is one, whatever unit its parameters are in.
             blocks = self._plan_units([]).blocks()
-        is_known = isinstance(optimizer, MatrixOptimizer | None) or known_as(optimizer)
+        odd = [one for one in given if not isinstance(one, MatrixOptimizer) and not known_as(one)]
         facts = ModelFacts(
             tree=tree,
             settings=settings,
@@ -126,7 +127,7 @@ class PreparePlan:
             shard_ranks=shape.shard,
             device_type=self.device_type,
             compute=self.compute,
-            odd_optimizer="" if is_known else type(optimizer).__name__,
+            odd_optimizer=type(odd[0]).__name__ if odd else "",
             is_checkpointed=activation_choice(tree, frozenset(blocks)),
         )
         self.transformations, facts = plan_transformations(transformations, facts)
@@ -136,12 +137,10 @@ class PreparePlan:
             shape.check_reshard(unit.reshard_after_forward, f"'{unit.modules[0]}'")
         self.forward_methods = check_forward_methods(tree, settings.forward_methods, self.units)
         self.forward_methods += _eval_methods(tree, self.units)
-        if optimizer is not None:
-            check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+        check_optimizers(given, tree, gives_values=dist.get_global_rank() == 0)
+        for optimizer in given:
             check_optimizer_state(optimizer, settings.optimizer_state)
-        self.groups = (
-            optimizer.plan_groups(tree) if isinstance(optimizer, MatrixOptimizer) else None
-        )
+        self.groups = None if muon is None else muon.plan_groups(tree)
         folder = settings.pretrained_weights
         self.weights = None if folder is None else _open_weights(folder, tree)
         self._linear = {name for name, module in tree.modules() if isinstance(module, nn.Linear)}
@@ -204,7 +203,7 @@ class PreparePlan:
             "set of modules that may be left out": "\n".join(self.conditional),
             "set of parameters and buffers": "\n".join([*params, *buffers]),
             "plan of transformations": self.describe_transformations(),
-            "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
+            "optimizer": "\n".join(map(describe_optimizer, self.optimizers)) or "none",
             "groups of the optimizer": self.groups.text if self.groups else "",
             "plan of pretrained weights": str(self.weights) if self.weights else "none",
             "~meta": dataclasses.astuple(MetaDeviceReport.read(self.tree, self.weights or ())),

@@ -158,14 +158,6 @@ def test_a_gradient_of_before():
 
 
 @pytest.mark.world_size(2)
-def test_two_optimizers():
-    model = TinyLM()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    with _every_rank_raises(ConfigError, "2 optimizers were given"):
-        prepare_fully_shard(model, optimizers, {})
-
-
-@pytest.mark.world_size(2)
 def test_scalar_parameter():
     model = TinyLM()
     model.blocks[1].scale = nn.Parameter(torch.tensor(2.0))

@@ -478,16 +478,40 @@ def test_state_that_is_loaded_goes_on(name: str):
 
 
 @pytest.mark.world_size(2)
-def test_an_optimizer_that_is_built_later_steps_dtensors():
+def test_an_optimizer_that_is_built_later_steps_local_shards():
     local = prepared(lambda p: DecoupledAdamW(p, lr=1e-2))
     later = built_later(lambda p: DecoupledAdamW(p, lr=1e-2))
+    asked = built_later(WithAPlace, local_step=True)
+    train(*asked, [0])
+    assert looked_at(*asked)
     for pair in (local, later):
         train(*pair, range(3))
     assert_same(local, later)
-    assert [looked_at(*pair) for pair in (local, later)] == [True, False]
-    told = pytest.warns(UserWarning, match="'local_step' is set .* given no optimizer")
+    assert [looked_at(*pair) for pair in (local, later)] == [True, True]
+    assert not looked_at(*built_later(optim.SGD, local_step=False))
+    assert not looked_at(*built_later(OwnSign))
+    with pytest.raises(PlanError, match="local_step: auto"):
+        train(*built_later(Lamb, local_step=True), [0])
+    told = pytest.warns(UserWarning, match="'optimizer_state' is set .* given no optimizer")
     with told if dist.get_rank() == 0 else contextlib.nullcontext():
-        built_later(optim.SGD, local_step=True)
+        built_later(optim.SGD, optimizer_state={"dtype": "bf16"})
+
+
+@pytest.mark.world_size(2)
+def test_an_optimizer_of_two_models_that_is_built_later():
+    trained = []
+    for how in ("auto", False):
+        models = [make_model(), make_model()]
+        for model in models:
+            prepare_fully_shard(model, None, {"local_step": how})
+        optimizer = optim.Adam([param for model in models for param in model.parameters()])
+        for step in range(3):
+            train(models[0], optimizer, [step])
+            models[1](torch.ones(4, 5)).sum().backward()
+        assert looked_at(models[0], optimizer) == (how == "auto")
+        trained.append(models)
+    for one, other in zip(*trained, strict=True):
+        assert all(map(same_bits, one.parameters(), other.parameters()))
 
 
 @pytest.mark.world_size(2)

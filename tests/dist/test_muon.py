@@ -378,7 +378,7 @@ def test_what_is_refused():
     wrong = Muon(model.parameters(), muon="block.*" if dist.get_rank() else ())
     with pytest.raises(PlanError, match=r"On rank 1: muon holds 'block\.\*', which matches no"):
         prepare_fully_shard(model, wrong, {})
-    with pytest.raises(ConfigError, match="2 optimizers were given"):
+    with pytest.raises(ConfigError, match="2 optimizers were given, and one is Muon"):
         prepare_fully_shard(model, [Muon(model), Muon(model)], {})
     vector = Muon(model.parameters(), muon="norm.*")
     with pytest.raises(PlanError, match=r"'norm.weight' matches a glob of muon, but its shape"):

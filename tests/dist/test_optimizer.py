@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -199,6 +200,83 @@ def test_parameters_of_another_model_are_refused():
     _assert_untouched(model)
     now = [group["params"] for group in optimizer.param_groups]
     assert [[id(p) for p in params] for params in now] == [[id(p) for p in ps] for ps in held]
+
+
+class Contrast(nn.Module):
+    """A loss with a temperature of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.temperature.exp()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("config", [{}, {"optimizer_state": {"device": "cpu"}}], ids=str)
+def test_a_parameter_of_another_module_is_stepped_as_it_is(config: dict[str, Any]):
+    """The loop averages its gradient, as it does without us."""
+    pair, steps = [tied_lm(), tied_lm()], []
+    for sharded, model in enumerate(pair):
+        contrast = Contrast()
+        groups = [{"params": model.parameters()}, {"params": contrast.parameters(), "lr": 0.1}]
+        optimizer = torch.optim.AdamW(groups, lr=3e-3)
+        optimizer.state[contrast.temperature] = {  # it has stepped before
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.tensor(0.5),
+            "exp_avg_sq": torch.tensor(0.25),
+        }
+        if sharded:
+            told = pytest.warns(UserWarning, match=r"of the shapes \(\)\. Nobody averages")
+            with told if dist.get_rank() == 0 else contextlib.nullcontext():
+                prepare_fully_shard(model, optimizer, config)
+        for inputs, targets in batches(3, 4):
+            part = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2) if sharded else slice(None)
+            contrast(model_loss(model, (inputs[part], targets[part]))).backward()
+            if sharded:
+                dist.all_reduce(contrast.temperature.grad)
+                contrast.temperature.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+        steps.append(contrast.temperature.detach())
+    assert steps[0] != 2.0
+    torch.testing.assert_close(*steps, atol=1e-6, rtol=0)
+    _assert_close(*pair)
+
+
+@pytest.mark.world_size(2)
+def test_parameters_of_another_sharded_model_are_refused():
+    first, second = tied_lm(), tied_lm()
+    prepare_fully_shard(first, None, {})
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with pytest.raises(PlanError, match="another sharded model: group 0 parameter 0"):
+        prepare_fully_shard(second, optimizer, {})
+    _assert_untouched(second)
+
+
+@pytest.mark.world_size(2)
+def test_two_optimizers_step_two_parts_by_turns():
+    pair = [tied_lm(), tied_lm()]
+    for sharded, model in enumerate(pair):
+        parts = [[], []]
+        for param in model.parameters():
+            parts[param.ndim == 2].append(param)
+        optimizers = [torch.optim.SGD(parts[0], lr=0.02), torch.optim.AdamW(parts[1], lr=3e-3)]
+        if sharded:
+            prepare_fully_shard(model, optimizers, {})
+        for step, (inputs, targets) in enumerate(batches(4, 4)):
+            part = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2) if sharded else slice(None)
+            model_loss(model, (inputs[part], targets[part])).backward()
+            optimizers[step % 2].step()
+            model.zero_grad()
+    _assert_close(*pair)
+
+
+def _assert_close(oracle: nn.Module, model: nn.Module) -> None:
+    expected, got = gathered(oracle), gathered(model)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, atol=1e-6, rtol=0, msg=name)
 
 
 @pytest.mark.world_size(2)

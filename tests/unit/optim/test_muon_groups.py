@@ -32,7 +32,7 @@ from transformers import (
 from composer_fsdp2 import ConfigError, Muon, PlanError
 from composer_fsdp2.optim.muon.groups import Overrides, choose
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.shard.optimizer import check_optimizer
+from composer_fsdp2.shard.optimizer import check_optimizers
 from tests.support.models import SIZES, TinyLM, llama_config
 
 
@@ -440,5 +440,5 @@ def test_torchs_own_is_refused_on_shards():
         pytest.skip("torch has no Muon")
     model = nn.Linear(4, 4, bias=False)
     with pytest.raises(PlanError, match=r"Use composer_fsdp2.Muon\(model"):
-        check_optimizer(cls(model.parameters()), ModuleTree.read(model), gives_values=True)
-    check_optimizer(Muon(model), ModuleTree.read(model), gives_values=True)
+        check_optimizers([cls(model.parameters())], ModuleTree.read(model), gives_values=True)
+    check_optimizers([Muon(model)], ModuleTree.read(model), gives_values=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from composer_fsdp2 import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.shard.optimizer import check_optimizer
+from composer_fsdp2.shard.optimizer import check_optimizers
 
 
 def _of(module: str, name: str) -> type[torch.optim.SGD]:
@@ -36,7 +36,7 @@ REFUSED = [
 
 def check(make: type[torch.optim.Optimizer]) -> None:
     model = nn.Linear(2, 2)
-    check_optimizer(make(model.parameters(), lr=0.1), ModuleTree.read(model), gives_values=True)  # type: ignore[call-arg]
+    check_optimizers([make(model.parameters(), lr=0.1)], ModuleTree.read(model), gives_values=True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(("module", "name", "why"), REFUSED)
