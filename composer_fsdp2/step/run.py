@@ -305,7 +305,7 @@ class _Forward:
         self._run.depth += 1
         try:
             return self._forward(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # torch asserts too, where DTensors are concerned
             self._run.tell("forward_failed", error)
             raise
         finally:

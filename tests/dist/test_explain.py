@@ -88,6 +88,18 @@ OUTSIDE: dict[str, tuple[Any, str]] = {
 }
 
 
+def _orthogonal(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """As PEFT's AdaLoRA computes its loss, after the forward of the model inside."""
+    product = block.up.weight @ block.up.weight.T
+    return x + (product - torch.eye(*product.size(), out=torch.empty_like(product))).norm()
+
+
+@pytest.mark.world_size(2)
+def test_an_assertion_of_torch_about_shards():
+    with explained(r"computed with this rank's shard of .*torch\.eye", cause=Exception):
+        step(Calls(_orthogonal))
+
+
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", OUTSIDE)
