@@ -23,6 +23,7 @@ from composer_fsdp2 import errors
 from composer_fsdp2.blocks.chunked_loss import ChunkedHead
 from composer_fsdp2.errors import PlanError, ShardReadError
 from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.torch_private.tensors import tree_leaves
 from composer_fsdp2.torch_private.units import (
     gathered_param,
     has_run,
@@ -157,6 +158,14 @@ def _explain(run: Run, error: Exception) -> PlanError | None:
             "before the change."
         )
     if any(part in text for part in _DTYPES) and (units := _casting(run)):
+        if kinds := _uncast(run):
+            return PlanError(
+                f"The model was given tensors in {' and '.join(kinds)}, and computes with them in "
+                f"another dtype than that in which {' and '.join(units)} gathers its parameters"
+                f"{_line_of(error)}. FSDP2 casts tensors in tuples, lists and dictionaries, and "
+                "nothing in other objects. Cast them in forward (x.to(self.weight.dtype)), give "
+                "the model a dictionary, or train with an amp precision, which casts both."
+            )
         return PlanError(
             "The model computes in another dtype than that in which "
             f"{' and '.join(units)} gathers its parameters{_line_of(error)}. What comes into the "
@@ -167,6 +176,19 @@ def _explain(run: Run, error: Exception) -> PlanError | None:
             "FULL for the unit in `fsdp_wrap_fn` or `wrap_policy`; keep_fp32, if that is float32."
         )
     return None
+
+
+def _uncast(run: Run) -> list[str]:
+    """Classes of objects among the model's inputs with tensors that nobody casts."""
+    objects = [leaf for leaf in tree_leaves(run.inputs) if not isinstance(leaf, torch.Tensor)]
+    return sorted(
+        {
+            f"a {type(leaf).__name__}"
+            for leaf in objects
+            for value in getattr(leaf, "__dict__", {}).values()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        }
+    )
 
 
 def _casting(run: Run) -> list[str]:

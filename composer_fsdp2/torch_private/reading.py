@@ -18,6 +18,7 @@ shards: steps cost what they did.
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -77,13 +78,32 @@ _HOOKED = (
 
 _COMBINED = (
     "A sharded tensor was computed with another that is sharded over other ranks, or not at all "
-    "(torch: {said}). A penalty over `model.parameters()` in the loss does so, and torch's own "
-    "clip_grad_norm_ under tensor parallelism, and torch has no rule for it. A penalty is the "
-    "optimizer's weight_decay, or is computed with `param.full_tensor()` of each parameter that is "
-    "a DTensor; clip with composer_fsdp2.clip_grad_norm_; read whole parameters with "
-    "`composer_fsdp2.full_tensor(model, name)` on every rank, or inside `with "
-    "composer_fsdp2.summon_full_params(model):`."
+    "(torch: {said}), and torch has no rule for it. "
 )
+_CLIPPED = (
+    "torch's clip_grad_norm_ and clip_grad_value_ compute with all gradients together. Clip with "
+    "composer_fsdp2.clip_grad_norm_, or write clip_grad_value_(..., foreach=False)."
+)
+_OUTSIDE = (
+    "A module was called, or its weight read, outside of the forward of the model, where FSDP2 "
+    "gathers it: `model.model(ids)` past the model, or a loss with `lm_head.weight`. Call the "
+    "model itself, compute the loss in its forward, or name the method that is called instead in "
+    "forward_methods."
+)
+_PENALTY = (
+    "A penalty over `model.parameters()` in the loss does so. A penalty is the optimizer's "
+    "weight_decay, or is computed with `param.full_tensor()` of each parameter that is a DTensor. "
+    "So does a module that is called past the model: call the model itself, or name the method in "
+    "forward_methods. Read whole parameters with `composer_fsdp2.full_tensor(model, name)` on "
+    "every rank, or inside `with composer_fsdp2.summon_full_params(model):`."
+)
+_OPERATOR = re.compile(r"aten\.(\w+)")
+_CAUSES = {
+    re.compile("_foreach|stack$"): _CLIPPED,
+    re.compile("embedding|b?mm$|b?addb?mm$|mv$|linear|convolution|norm$"): _OUTSIDE,
+    re.compile(""): _PENALTY,
+}
+"""what leads to an operator of torch, by its name"""
 _NOT_TOGETHER = ("mixed torch.Tensor and DTensor", "cross-mesh", "different mesh", "same mesh")
 """words of torch about tensors that it cannot compute with together"""
 
@@ -200,7 +220,10 @@ def _explained(original: Callable[..., Any], guard: _Guard) -> Callable[..., Any
             tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, DTensor))
             ours = guard.meshes.intersection(tensor.device_mesh for tensor in tensors)
             if any(words in said for words in _NOT_TOGETHER) and ours:
-                raise ShardReadError(_COMBINED.format(said=said[:100])) from error
+                operator = _OPERATOR.search(said)
+                name = operator[1] if operator else ""
+                cause = next(text for names, text in _CAUSES.items() if names.search(name))
+                raise ShardReadError(_COMBINED.format(said=said[:100]) + cause) from error
             raise
 
     return method

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +199,29 @@ def test_a_module_that_casts_its_inputs():
         step(model)
 
 
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+class TakesObject(Block):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return super().forward(batch.x)
+
+
+def given_an_object() -> None:
+    model = TakesObject()
+    precision = {"param_dtype": "bf16", "cast_forward_inputs": True}
+    prepare_fully_shard(model, None, {"mixed_precision": precision})
+    model(Batch(torch.ones(2, WIDTH)))
+
+
+@pytest.mark.world_size(2)
+def test_tensors_in_an_object_that_nobody_casts():
+    with explained(r"given tensors in a Batch, .* give the model a dictionary"):
+        given_an_object()
+
+
 @pytest.mark.world_size(2)
 def test_an_error_that_sharding_has_no_part_in_is_left_alone():
     model = TinyLM()
@@ -358,9 +382,63 @@ def test_a_penalty_and_a_clip_in_a_loop_of_ones_own(config: dict[str, Any]):
         assert torch.allclose(full_tensor(model, name, gradient=True), param.grad, atol=1e-6), name
     norm = nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
     if config:
-        with pytest.raises(ShardReadError, match=r"clip with composer_fsdp2\.clip_grad_norm_"):
+        with pytest.raises(ShardReadError, match=r"Clip with composer_fsdp2\.clip_grad_norm_"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert torch.allclose(clip_grad_norm_(model.parameters(), 1.0), norm)
+
+
+def past_the_model() -> None:
+    model = LlamaForCausalLM(llama_config(False))
+    prepare_fully_shard(model, None, {})
+    model.model(torch.ones(2, 3, dtype=torch.long), use_cache=False)
+
+
+def loss_outside() -> None:
+    model = LlamaForCausalLM(llama_config(False))
+    prepare_fully_shard(model, None, {"reshard_after_forward": True})
+    ids = torch.ones(2, 3, dtype=torch.long)
+    with torch.no_grad():
+        states = model(ids, use_cache=False, output_hidden_states=True).hidden_states[-1]
+    model.reshard()
+    F.cross_entropy(F.linear(states, model.lm_head.weight)[:, -1], ids[:, 0])
+
+
+def clipped(clip: Any, **kwargs: Any) -> None:
+    """Over parameters that are sharded and one that is not."""
+    model, other = TinyLM(), nn.Linear(2, 2)
+    prepare_fully_shard(model, None, POLICY)
+    step(model)
+    other(torch.ones(1, 2)).sum().backward()
+    clip([*model.parameters(), *other.parameters()], 0.1, **kwargs)
+
+
+COMBINED: dict[str, tuple[Any, str]] = {
+    "past the model": (past_the_model, r"outside of the forward.*Call the model itself"),
+    "a loss": (loss_outside, r"outside of the forward.*compute the loss in its forward"),
+    "norm": (
+        lambda: clipped(nn.utils.clip_grad_norm_),
+        r"all gradients together\. Clip with composer_fsdp2\.clip_grad_norm_",
+    ),
+    "value": (
+        lambda: clipped(nn.utils.clip_grad_value_),
+        r"all gradients together\..*clip_grad_value_\(\.\.\., foreach=False\)",
+    ),
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", COMBINED)
+def test_each_computation_outside_has_its_own_cause(name: str):
+    deed, said = COMBINED[name]
+    # Newer torch refuses plain tensors before it calls Python.
+    if hasattr(DTensor._op_dispatcher, "_propagate_op_sharding_dispatch_slow_path"):
+        with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+            deed()
+    else:
+        with pytest.raises(ShardReadError, match=said) as caught:
+            deed()
+        assert "penalty" not in str(caught.value)
+    clipped(nn.utils.clip_grad_value_, foreach=False)
 
 
 COPIES: dict[str, Any] = {
@@ -392,7 +470,7 @@ def test_parameters_that_are_divided_differently():
     prepare_fully_shard(model, None, {"tensor_parallel": 2})
     model(torch.ones(2, 3, dtype=torch.long), use_cache=False).logits.sum().backward()
     with (
-        pytest.raises(ShardReadError, match=r"clip with composer_fsdp2\.clip_grad_norm_"),
+        pytest.raises(ShardReadError, match=r"(?i:clip with) composer_fsdp2\.clip_grad_norm_"),
         explained_reading(),
     ):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
