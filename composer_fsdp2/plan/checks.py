@@ -139,6 +139,7 @@ def check_model(
     params = {ref.name: ref.param for ref in refs}
     problems: list[str] = []
     for unit in units:
+        problems += filter(None, (_layout_problem(tree, name) for name in unit.modules))
         dtypes: dict[str, str] = {}
         for name in unit.params:
             param = params[name]
@@ -166,6 +167,29 @@ def check_model(
                 "gradient is wanted."
             )
     return [*problems, *_problems_of_modules(tree, refs), *_aliases(tree, refs)]
+
+
+def _layout_problem(tree: ModuleTree, name: str) -> str | None:
+    """Returns why torch cannot give a unit its class, where the class begins with a mixin.
+
+    torch derives a class from FSDPModule and the module's own, and Python allows that where the
+    attributes of both are kept by a class that derives from `object` itself. Source:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L238
+    """
+    kind = keeper = type(tree.root.get_submodule(name))
+    while keeper.__base__ is not None and keeper.__base__.__dictoffset__:
+        keeper = keeper.__base__
+    if keeper.__base__ in (object, None):
+        return None
+    first = next((base for base in kind.__mro__ if nn.Module in base.__bases__[1:]), kind)
+    bases = ", ".join(base.__name__ for base in first.__bases__)
+    return (
+        f"{quoted(name, 'The model')} is of the class {kind.__name__}, and "
+        f"{first.__name__}({bases}) derives from a class without attributes of its own "
+        f"({keeper.__base__.__name__}) before nn.Module. FSDP2 gives each unit a class of its own, "
+        "and Python cannot exchange classes of such a layout. Name nn.Module, or the class that "
+        "derives from it, first."
+    )
 
 
 def _dtype_name(param: nn.Parameter) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import functools
+import types
 import warnings
 from typing import Any
 
@@ -15,7 +17,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.checks import held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, memory_of
 from composer_fsdp2.plan.planner import plan_wrapping
-from composer_fsdp2.plan.rules import root_rule
+from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from tests.support.limits import Limit
 
@@ -227,3 +229,33 @@ def test_memory_that_is_trained_and_frozen_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
     assert "'0.weight' is trained and '1.weight' is frozen" in error_of(model)
+
+
+class Abstract(abc.ABC):
+    """A mixin whose layout torch's class for units does not have."""
+
+    @abc.abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Plain:
+    """A mixin with attributes of its own."""
+
+
+class WithSlots:
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("bases", [(Abstract, nn.Linear), (WithSlots, nn.Linear)])
+def test_a_class_that_begins_with_a_mixin_of_another_layout(bases: tuple[type, ...]):
+    methods = {"forward": nn.Linear.forward}
+    kind = types.new_class("Head", bases, exec_body=lambda body: body.update(methods))
+    found = error_of(kind(2, 2))
+    assert f"Head({bases[0].__name__}, Linear) derives from a class without attributes" in found
+    assert "Name nn.Module, or the class that derives from it, first." in found
+    inner = nn.Sequential(kind(2, 2))
+    plan(inner)  # no unit of its own
+    with pytest.raises(PlanError, match="'0' is of the class Head"):
+        plan_wrapping(inner, [by_class(kind)])
+    plan(types.new_class("Turned", bases[::-1])(2, 2))  # nn.Module is first
+    plan(types.new_class("Usual", (Plain, nn.Linear))(2, 2))
