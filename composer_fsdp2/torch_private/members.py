@@ -80,7 +80,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
             _STATE: "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init",
             _GROUP: "fsdp_params device",
-            _PARAM: "sharded_param",
+            _PARAM: "sharded_param _sharded_param_data",
             _TENSOR: "_backward_hooks _post_accumulate_grad_hooks _is_view",
             _MODULE: "_forward_pre_hooks",
             "torch.ops.aten": "_unsafe_view _local_scalar_dense",
@@ -97,6 +97,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         {
             _GROUP: "pre_forward post_forward unshard wait_for_unshard _to_unsharded _to_sharded "
             "_to_sharded_post_forward pre_backward post_backward",
+            _PARAM: "reset_sharded_param",
             _DISPATCHER: "_propagate_op_sharding_dispatch_slow_path|dispatch",
         },
     ),

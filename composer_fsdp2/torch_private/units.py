@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -361,6 +362,25 @@ def attach(group: Any, hear: Callable[[str], bool]) -> None:
     replacements = _Replacements(group, hear)
     for name in replacements.original:
         setattr(group, name, getattr(replacements, name))
+    for param in group.fsdp_params:
+        param.reset_sharded_param = functools.partial(_keep_shard, param, param.reset_sharded_param)
+
+
+def _keep_shard(param: Any, reset: Callable[[], None]) -> None:
+    """Leaves a shard where it is if it lies in its padded memory, as newer torch does.
+
+    Torch 2.7 copies it at the first forward, on ranks whose shard is smaller than others, and a
+    state dict that was taken before keeps the old memory.
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L850
+    """
+    padded, sharded = param._sharded_param_data, param.sharded_param
+    shard = sharded._local_tensor
+    reset()
+    memory = padded.untyped_storage().data_ptr() if type(padded) is torch.Tensor else 0
+    copied = param.sharded_param is sharded and sharded._local_tensor is not shard
+    pinned = copied and sharded._local_tensor.is_pinned() and not shard.is_pinned()
+    if memory and copied and not pinned and shard.untyped_storage().data_ptr() == memory:
+        param._sharded_param_data, sharded._local_tensor = padded, shard
 
 
 _NAMES = (

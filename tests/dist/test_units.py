@@ -632,3 +632,22 @@ def test_an_average_of_many_ranks_is_known_however_it_is_rounded():
     assert unit_hooks._is_average(found, ranks)
     assert unit_hooks._is_average(0.5, 2)
     assert not unit_hooks._is_average(1.0, 2)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_state_dict_that_was_taken_before_the_first_step(rows: int, loaded: bool):
+    """It is the parameters, as without sharding, also where a shard is smaller than others."""
+    model = nn.Linear(4, rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepare_fully_shard(model, optimizer, {}, device="cpu")
+    if loaded:
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    state, before = model.state_dict(), copy.deepcopy(model.state_dict())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        assert torch.equal(state[name].to_local(), param.to_local())
+        assert (state[name].to_local() != before[name].to_local()).all()
