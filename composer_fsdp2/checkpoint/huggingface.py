@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from composer_fsdp2.checkpoint.convert import Advance, map_copies, nest, prove_whole
 from composer_fsdp2.checkpoint.describe import MODEL, find_ties
@@ -89,6 +89,7 @@ def write_huggingface(
         return _write_adapters(source, destination, advance, values, dtype, config)
     settings, model_class, files = _stored(source, values) if config is None else _given(config)
     names = _names(source, _second_names(source, settings))
+    _check_dtypes(source, names)
     # Tensors on meta, to divide them into files before any is read.
     entries: dict[str, torch.Tensor] = {}
     for name, key in names.items():
@@ -105,8 +106,7 @@ def write_huggingface(
         for file_name, inside in split.filename_to_tensors.items():
             keys = {name: names[name] for name in inside}
             tensors = map_copies(source, keys, destination.parent, advance, total, dtype)
-            # `from_pretrained` raises when there is no `format` that it knows.
-            save_file(tensors, folder / file_name, metadata={"format": "pt"})
+            _write_weights(tensors, folder / file_name)
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (folder / "model.safetensors.index.json").write_text(_json(index))
@@ -149,13 +149,14 @@ def _write_adapters(
             base_size = json.loads(text).get("vocab_size")
     resized = base_size is not None and size not in (None, base_size)
     names = _adapter_names(settings, list(keys), source.path, embeddings, resized=resized)
+    _check_dtypes(source, {name: keys[inside] for name, inside in names.items()})
     files = dict(_tokenizer_files(values.get("tokenizer", {}), source.path))
     with staged(destination, folder=True) as folder:
         prove_whole(source)
         chosen = {name: keys[inside] for name, inside in names.items()}
         total = sum(source.tensors[key].size_bytes for key in chosen.values())
         tensors = map_copies(source, chosen, destination.parent, advance, total, dtype)
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_weights(tensors, folder / "adapter_model.safetensors")
         written = {**{key: {} for key in _EMPTY}, **settings, "inference_mode": True}
         text = json.dumps(written, indent=2, sort_keys=True)
         (folder / "adapter_config.json").write_text(text)
@@ -345,6 +346,29 @@ def _json(value: Any) -> str:
 
 
 # --- Weights. ---
+
+
+def _write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode
+    # `from_pretrained` raises when there is no `format` that it knows.
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors gives its file to nobody else, whatever the umask
+
+
+def _check_dtypes(source: Checkpoint, names: Mapping[str, str]) -> None:
+    """Refuses weights that no file of safetensors can hold."""
+    dtypes = {name: source.tensors[key].dtype for name, key in names.items()}
+    try:
+        save({str(dtype): torch.empty(0, dtype=dtype) for dtype in set(dtypes.values())})
+    except KeyError as error:  # safetensors' table has no such dtype
+        dtype = error.args[0]
+        name = next((name for name, kind in dtypes.items() if kind == dtype), "a weight")
+        raise CheckpointError(
+            f"'{source.path}' holds '{name}' in {str(dtype).removeprefix('torch.')}, which "
+            "safetensors cannot hold. A Hugging Face folder would lack it. Write --to full, and "
+            "give the weights another dtype yourself."
+        ) from error
 
 
 def _names(source: Checkpoint, again: set[str]) -> dict[str, str]:

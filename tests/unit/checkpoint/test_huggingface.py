@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,26 @@ def test_weights_of_no_hugging_face_model(tmp_path: Path):
     state["state"]["model"] = {"net.weight": torch.ones(2)}
     text = run(save_file(tmp_path / "a.pt", state), tmp_path / "out", code=2)
     assert "holds the weight 'net.weight', which is outside of a HuggingFaceModel" in text
+
+
+def test_others_may_read_the_weights(tmp_path: Path):
+    path = save(tmp_path / "a.pt", composers(tiny("llama")), "full")
+    before = os.umask(0o027)
+    try:
+        run(path, tmp_path / "b", "--max-shard-size", "4KB")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "b").iterdir()}
+    assert set(modes.values()) == {0o640}, modes
+
+
+def test_a_dtype_that_safetensors_cannot_hold(tmp_path: Path):
+    weights = {"model.w": torch.ones(2), "model.z": torch.ones(2, dtype=torch.complex128)}
+    path = save_file(tmp_path / "a.pt", {"state": {"model": weights}})
+    (tmp_path / "config.json").write_text("{}")
+    said = run(path, tmp_path / "b", "--config", tmp_path / "config.json", code=2)
+    assert "holds 'z' in complex128" in said
+    assert not (tmp_path / "b").exists()
 
 
 def test_no_weights(tmp_path: Path):
