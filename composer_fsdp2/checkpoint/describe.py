@@ -59,8 +59,8 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         along which dimensions tensors lie in pieces, of a folder -> number of tensors. progress:
         epoch, batch, ... at the save. parameters: elements of the model's tensors, tied ones once.
         dtypes: dtype -> elements, tied ones as often as they are stored. optimizers: class ->
-        hyperparameters and number of names of each group. ties: keys of equal weights that train
-        as one, first name first. files: name -> bytes.
+        hyperparameters and number of names of each group, None if that cannot be read. ties: keys
+        of equal weights that train as one, first name first. files: name -> bytes.
 
     Raises:
         CheckpointError: there is nothing.
@@ -113,12 +113,15 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
     return found
 
 
+def _is_of_group(way: Way) -> bool:
+    return way[:2] == OPTIMIZERS and way[3:4] == ("param_groups",) and len(way) == 6
+
+
 def _small_values(source: Checkpoint, problems: list[str]) -> dict[Way, Any]:
     """Reads the values that a description shows; one that cannot be read becomes a problem."""
     values: dict[Way, Any] = {}
     for key, way in source.paths.items():
-        of_group = way[:2] == OPTIMIZERS and way[3:4] == ("param_groups",) and len(way) == 6
-        if not (of_group or way[:3] == _TIMESTAMP or way in _SCALARS.values()):
+        if not (_is_of_group(way) or way[:3] == _TIMESTAMP or way in _SCALARS.values()):
             continue
         try:
             if key in source.objects:
@@ -144,11 +147,13 @@ def _describe_state(source: Checkpoint, found: dict[str, Any]) -> None:
             found["progress"][unit] = int(values[(*_TIMESTAMP, unit)])
     found["optimizers"] = {str(way[0]): [] for way in source.under(*OPTIMIZERS).values() if way}
     groups: dict[tuple[str, int], dict[str, Any]] = {}
-    for way, value in values.items():
-        if way[:2] == OPTIMIZERS and str(way[4]).isdecimal():
-            groups.setdefault((str(way[2]), int(way[4])), {})[str(way[5])] = value
+    # The metadata names groups whose values are in a file that is missing.
+    for way in filter(_is_of_group, source.paths.values()):
+        if str(way[4]).isdecimal():
+            group = groups.setdefault((str(way[2]), int(way[4])), {})
+            group |= {str(way[5]): values[way]} if way in values else {}
     for (optimizer, _), group in sorted(groups.items(), key=lambda item: item[0]):
-        names = len(group.pop("params", None) or ())
+        names = len(group.pop("params") or ()) if "params" in group else None
         found["optimizers"][optimizer].append({"hyperparameters": group, "names": names})
 
 
@@ -264,7 +269,12 @@ def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> dict
 
 
 def compare_checkpoints(
-    first: Checkpoint, second: Checkpoint, advance: Callable[[int, int], object]
+    first: Checkpoint,
+    second: Checkpoint,
+    advance: Callable[[int, int], object],
+    *,
+    tolerance: float = 0.0,
+    weights: bool = False,
 ) -> dict[str, Any]:
     """Compares by key; the kinds may differ.
 
@@ -272,20 +282,30 @@ def compare_checkpoints(
         first: an open checkpoint.
         second: another one.
         advance: told the bytes of each tensor that was compared, and of all.
+        tolerance: elements a and b are equal if |a - b| <= tolerance + tolerance * |b|. With 0
+            tensors are equal if their bytes are.
+        weights: compares the model alone, without the rest of the training state.
 
     Returns:
         What `checkpoint diff --json` prints, by key; all empty if the checkpoints are equal.
         layouts: shape and dtype on either side, where they differ. values: largest absolute
-        difference, where the bytes differ; 'nan' if either has one, for which JSON has no word.
-        objects: text of other values, on either side.
+        difference of tensors that are not equal; 'nan' if one side has one, for which JSON has no
+        word. objects: text of other values, on either side.
 
     Raises:
-        CheckpointError: a value cannot be read.
+        CheckpointError: a value cannot be read, or there are no weights to compare.
     """
     layouts: dict[str, tuple[str, str]] = {}
     values: dict[str, float | str] = {}
     objects: dict[str, tuple[str, str]] = {}
-    both = [key for key in first.paths if key in second.paths]
+    keys = [side.under(*MODEL) if weights else side.paths for side in (first, second)]
+    for side, inside in zip((first, second), keys, strict=True):
+        if not inside:
+            raise CheckpointError(
+                f"'{side.path}' holds no weights. There is nothing to compare. Give a checkpoint "
+                "of a training run, or leave --weights out."
+            )
+    both = [key for key in keys[0] if key in keys[1]]
     sizes = {key: first.tensors[key].size_bytes for key in both if key in first.tensors}
     total, tensors = sum(sizes.values()), 0
     for key in both:
@@ -301,12 +321,14 @@ def compare_checkpoints(
             tensors += 1
             if a != b:
                 layouts[key] = (a, b)
-            elif (apart := _largest_difference(first.tensor(key), second.tensor(key))) is not None:
-                values[key] = apart if math.isfinite(apart) else str(apart)
+            else:
+                apart = _largest_difference(first.tensor(key), second.tensor(key), tolerance)
+                if apart is not None:
+                    values[key] = apart if math.isfinite(apart) else str(apart)
         advance(sizes.get(key, 0), total)
     found = {
-        "only_in_first": [key for key in first.paths if key not in second.paths],
-        "only_in_second": [key for key in second.paths if key not in first.paths],
+        "only_in_first": [key for key in keys[0] if key not in keys[1]],
+        "only_in_second": [key for key in keys[1] if key not in keys[0]],
         "layouts": layouts,
         "values": values,
         "objects": objects,
@@ -327,15 +349,19 @@ def _text(value: Any) -> str:
     return shortened(" ".join(repr(value).split()), 80)
 
 
-def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float | None:
-    """Returns None if the bytes are equal; in blocks, because wider numbers are needed."""
-    found: list[float] = []
+def _largest_difference(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> float | None:
+    """Returns None if the tensors are equal; in blocks, because wider numbers are needed."""
+    apart: list[float] = []
+    equal = True
     blocks = (side.detach().reshape(-1).split(_BLOCK) for side in (a, b))
     for x, y in zip(*blocks, strict=True):
         if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             wide = torch.complex128 if x.is_complex() else torch.float64
-            found.append((x.to(wide) - y.to(wide)).abs().max().item())
-    return float(np.max(found)) if found else None
+            x, y = x.to(wide), y.to(wide)
+            close = torch.isclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
+            equal = equal and tolerance > 0 and bool(close.all())
+            apart.append((x - y).abs().max().item())
+    return None if equal else float(np.max(apart))
 
 
 def _same(a: Any, b: Any) -> bool:

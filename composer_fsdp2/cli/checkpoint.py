@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -131,22 +132,48 @@ def verify(path: PathArgument, as_json: AsJson = False) -> None:
         _answer(found, lines, as_json=as_json, good=not found["problems"])
 
 
-@app.command(help="Compare two checkpoints of any kind; exit code 0 if they are equal, else 1.")
+@app.command(
+    help="""Compare two checkpoints of any kind; exit code 0 if they are equal, else 1.
+
+- `composer-fsdp2 checkpoint diff A B --weights`: whether a move kept the weights
+
+- `composer-fsdp2 checkpoint diff A B --tolerance 1e-6`: elements a of A and b of B are equal if
+|a - b| <= 1e-6 + 1e-6 |b|
+"""
+)
 def diff(
     first: Annotated[Path, typer.Argument(help="Folder or file.", metavar="A")],
     second: Annotated[Path, typer.Argument(help="Folder or file.", metavar="B")],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="The model alone, without optimizer and progress.")
+    ] = False,
+    tolerance: Annotated[
+        float,
+        typer.Option(help="Of elements, absolute and relative; 0: equal bytes.", metavar="X"),
+    ] = 0.0,
     everything: Annotated[
         bool, typer.Option("--all", help=f"All lines, not {_LINES} of each section.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compares bytes of tensors and values of everything else."""
+    """Compares tensors, and values of everything else."""
     from composer_fsdp2.checkpoint.describe import compare_checkpoints
     from composer_fsdp2.checkpoint.source import open_checkpoint
 
     with reported():
+        if not 0 <= tolerance < math.inf:
+            raise ConfigError(
+                f"--tolerance is {tolerance}. It would not tell equal from different. Write a "
+                "number from 0 on, for example 1e-6."
+            )
         with progress("Comparing") as advance:
-            found = compare_checkpoints(open_checkpoint(first), open_checkpoint(second), advance)
+            found = compare_checkpoints(
+                open_checkpoint(first),
+                open_checkpoint(second),
+                advance,
+                tolerance=tolerance,
+                weights=weights,
+            )
         lines = _differences(found, first, second, None if everything else _LINES)
         _answer(found, lines, as_json=as_json, good=found["equal"])
 
@@ -213,7 +240,8 @@ def _describe(found: dict[str, Any]) -> Iterator[str]:
             settings = ", ".join(
                 f"{key}={value}" for key, value in group["hyperparameters"].items()
             )
-            yield f"    {i}: {_count(group['names'], 'name')}; {settings}"
+            names = "names unknown" if group["names"] is None else _count(group["names"], "name")
+            yield f"    {i}: {names}; {settings or 'values cannot be read'}"
     for tie in found["ties"]:
         yield f"  {'tied':12}{' = '.join(tie)}"
     for problem in found["problems"]:

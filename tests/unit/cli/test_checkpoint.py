@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -354,6 +355,51 @@ def test_diff_shows_twenty_lines_unless_asked(tmp_path: Path):
     assert "Values differ (30):" in text
     assert "... 10 more, see --all" in text
     assert run("diff", *paths, "--all", code=1).count(": at most 1 apart") == 30
+
+
+def test_diff_with_a_tolerance(tmp_path: Path):
+    """|a - b| <= X + X |b|, of every element."""
+    small, large = torch.tensor([0.0, math.nan, math.inf, 1.0]), torch.tensor([1000.0])
+    a = {"state": {"model": {"small": small, "large": large, "whole": torch.tensor([7, 8])}}}
+    apart = torch.tensor([0.09, math.nan, math.inf, 1.15])
+    b = {"state": {"model": {"small": apart, "large": large + 99, "whole": torch.tensor([7, 8])}}}
+    paths = save_file(tmp_path / "a.pt", a), save_file(tmp_path / "b.pt", b)
+    names = [f"state.model.{name}" for name in ("small", "large")]
+    for tolerance, differ in ((0, names), (0.05, names), (0.1, [])):
+        found = run_json("diff", *paths, "--tolerance", tolerance, code=int(differ != []))
+        assert list(found["values"]) == differ
+        assert found["equal_tensors"] == 3 - len(differ)
+    b["state"]["model"]["small"][0] = math.nan
+    found = run_json("diff", paths[0], save_file(tmp_path / "c.pt", b), "--tolerance", 9, code=1)
+    assert found["values"] == {names[0]: "nan"}
+    for wrong in ("-1", "nan", "inf"):
+        run("diff", *paths, f"--tolerance={wrong}", code=2)
+
+
+def test_diff_of_weights_alone(small: Path, tmp_path: Path):
+    state = small_state()
+    state["state"]["optimizers"] = state["state"]["timestamp"] = {}
+    state["state"]["run_name"] = "moved"
+    path = save_file(tmp_path / "moved.pt", state)
+    run("diff", small, path, code=1)
+    found = run_json("diff", small, path, "--weights")
+    assert (found["equal_tensors"], found["equal_objects"]) == (3, 0)
+    state["state"]["model"]["model.norm.weight"][3] += 1
+    found = run_json("diff", small, save_file(tmp_path / "b.pt", state), "--weights", code=1)
+    assert list(found["values"]) == ["state.model.model.norm.weight"]
+    none = save_file(tmp_path / "none.pt", {"state": {"run_name": "none"}})
+    run("diff", none, none, "--weights", code=2)
+
+
+def test_inspect_without_a_data_file(tmp_path: Path):
+    path = save_folder(tmp_path / "a", small_state())
+    for file in path.glob("*.distcp"):
+        file.unlink()
+    found = run_json("inspect", path, code=1)
+    assert found["optimizers"] == {"AdamW": [{"hyperparameters": {}, "names": None}]}
+    text = run("inspect", path, code=1)
+    assert "AdamW, 1 group\n    0: names unknown; values cannot be read" in text
+    assert "__0_0.distcp" in text
 
 
 def test_a_comparison_tells_its_progress(small: Path):
