@@ -466,6 +466,7 @@ def finish_background_save(
     raise_on_all_ranks({}, error)
     latest = saver.last_checkpoint_batch
     save_and_upload(original, saver, background.written, logger)
+    background.written = None  # whose State would keep the saver, the key of this background
     saver.last_checkpoint_batch = latest
 
 
@@ -506,6 +507,7 @@ def leave_background_save(
     background = _backgrounds.get(saver)
     if background is not None and background.thread is not None:
         background.thread.join(_LEAVE_SECONDS)
+    _backgrounds.pop(saver, None)
     original(saver)
 
 

@@ -26,6 +26,7 @@ from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.convert import write_sharded
 from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.trainer import save
 from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
 from tests.support.fsdp1_fixtures import expected, fsdp1_losses
@@ -74,6 +75,27 @@ def test_the_same_checkpoints_as_without(kind: str, tmp_path: Path):
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a if not key.startswith("rng"))
     assert (tmp_path / "b" / "latest-rank0.pt").resolve().name == file
+
+
+@pytest.mark.world_size(1)
+def test_a_background_keeps_no_run_in_memory(tmp_path: Path):
+    model = built(TinyComposer)
+    with installed():
+        trainer = trainer_for(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            samples_of(2, 8),
+            {"async_save": True},
+            batch=8,
+            save_folder=str(tmp_path),
+        )
+        trainer.fit()
+        saver = next(c for c in trainer.state.callbacks if isinstance(c, CheckpointSaver))
+        background = save._backgrounds[saver]
+        assert background is not None
+        assert background.written is None  # it would have the saver itself, through its State
+        trainer.close()
+    assert saver not in save._backgrounds
 
 
 class SlowPlanner(DefaultSavePlanner):
