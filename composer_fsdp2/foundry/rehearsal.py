@@ -26,7 +26,7 @@ import datasets
 import torch
 from composer.algorithms import GradientClipping
 from composer.algorithms.gradient_clipping import apply_gradient_clipping
-from composer.core import Event, Precision, State, TimeUnit, ensure_time
+from composer.core import Event, Precision, State, Timestamp, TimeUnit, ensure_time
 from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 from composer.models import ComposerModel
@@ -51,7 +51,7 @@ from torch import nn
 from transformers import modeling_utils
 
 from composer_fsdp2.config.blocks import Float8Spec
-from composer_fsdp2.config.schema import FSDP2Config, parse_config
+from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
 from composer_fsdp2.foundry.cluster import LAUNCHED, Cluster, environment
 from composer_fsdp2.foundry.findings import Findings
 from composer_fsdp2.foundry.names import NAME, refuse_unknown
@@ -64,6 +64,7 @@ from composer_fsdp2.trainer.extensions import check_extensions, items_of
 from composer_fsdp2.trainer.patches import engine
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
+from composer_fsdp2.trainer.start import check_save_folder
 
 __all__ = ["Parts", "Rehearsal", "rehearse"]
 
@@ -390,6 +391,15 @@ def _check_arguments(
                 "stop the run.",
                 "Write another folder.",
             )
+        fsdp2 = config.fsdp_config or {}
+        begins_anew = config.load_path is None or config.load_weights_only
+        keeps = not config.save_overwrite and not config.autoresume and begins_anew
+        if fsdp2.get("version") == 2 and keeps:
+            name = config.save_filename or "ep{epoch}-ba{batch}-rank{rank}.pt"  # LLM Foundry's
+            default = known_settings()["sharded_ckpt_prefix_dir"].default
+            prefix = fsdp2.get("sharded_ckpt_prefix_dir", default)
+            with found.step("save_folder"):
+                check_save_folder(folder, name, prefix, run_name, Timestamp())
 
 
 def _start(

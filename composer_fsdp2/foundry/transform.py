@@ -81,11 +81,31 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         # The only call of the script's `dist.get_world_size` follows, and drops the settings.
         # https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/command_utils/train.py#L320
         vars(importlib.import_module("llmfoundry.command_utils.train"))["dist"].keeps = True
+    _say_autoresume_is_off(parsed)
     parsed = read_in_slices(parsed)
     if written_group_size(parsed["fsdp_config"]) > 1:
         patches.check_feature(patches.GROUPS)
         parsed = _share_batches(parsed, fsdp2_settings(parsed))
     return parsed
+
+
+def _say_autoresume_is_off(parsed: Mapping[str, Any]) -> None:
+    """Corrects a line of LLM Foundry's log: "changing autoresume default to True".
+
+    It decides so, and hands the Trainer what is written:
+    https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/command_utils/train.py#L302
+    """
+    named = parsed.get("run_name") or os.environ.get("RUN_NAME")
+    written = ("autoresume", "save_overwrite", "save_weights_only")
+    announced = named and parsed.get("save_folder") and not any(map(parsed.get, written))
+    if announced and os.environ.get("RANK", "0") == "0":
+        print(
+            "FSDP2: autoresume is off, though LLM Foundry logs that it changes its default to "
+            "True. Write autoresume: true for a run that goes on from the newest checkpoint in "
+            "its save_folder when it is started again.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -338,6 +338,25 @@ def test_a_local_folder_is_read_in_slices(device, flag, weights, two_ranks, tmp_
     assert cfg == before
 
 
+@pytest.mark.parametrize("named", ["run_name", "RUN_NAME"])
+def test_autoresume_that_llm_foundry_announces(named, two_ranks, capsys, monkeypatch):
+    """Its log says that autoresume is on, and it is not: an answer follows."""
+    run, env = {"parallelism_config": {"fsdp2": {}}, "save_folder": "runs"}, named.isupper()
+    if env:
+        monkeypatch.setenv(named, "r")
+    else:
+        run[named] = "r"
+    for more in ({}, {"autoresume": False}):
+        assert transform({**run, **more}).get("autoresume", False) is False
+        assert capsys.readouterr().err.count("autoresume is off") == 1
+    others = ({"autoresume": True}, {"save_overwrite": True}, {"save_weights_only": True})
+    for more in (*others, {"save_folder": None}):
+        transform({**run, **more})
+    monkeypatch.setenv("RANK", "1")
+    transform(run)
+    assert "autoresume" not in capsys.readouterr().err
+
+
 def test_other_ranks_do_not_say_it_again(two_ranks, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert "pretrained_weights" in in_slices(run_of(pretrained(tmp_path)))["fsdp_config"]

@@ -83,6 +83,21 @@ def test_a_good_run_passes(doctor, assets: Path, kind: str):
     assert (settings, dict(os.environ)) == before
 
 
+def test_a_run_that_begins_anew_over_checkpoints(doctor, assets: Path, tmp_path: Path):
+    (tmp_path / "old" / "ep0-ba10").mkdir(parents=True)
+    settings = run_of(assets, FSDP2, {"loggers": {}, "run_name": "old"}, loader="text")
+    settings["save_folder"] = str(tmp_path / "{run_name}")
+    code, said = doctor(settings)
+    assert code == 1, said
+    assert len(re.findall(r"(?<!\d )problem: ", said)) == 1
+    assert f"problem: '{tmp_path}/old' has a checkpoint of a later time" in said
+    assert "Write autoresume: true" in said
+    ways = ("autoresume=true", "save_overwrite=true", f"load_path={assets}", "run_name=new")
+    for way in (*ways, "parallelism_config.fsdp2.sharded_ckpt_prefix_dir=step{batch}"):
+        code, said = doctor(settings, way)
+        assert code == 0, said
+
+
 def test_ranks_that_read_one_batch_pass(doctor, assets: Path):
     """One process cannot divide by them what it reads."""
     settings = run_of(assets, FSDP2, {"loggers": {}}, loader="text")
