@@ -9,11 +9,12 @@ import contextlib
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from composer import Trainer
 from composer.callbacks import CheckpointSaver
@@ -44,6 +45,7 @@ __all__ = [
     "ARGUMENTS",
     "check_arguments",
     "check_save_folder",
+    "fit",
     "init",
     "load_any_checkpoint",
     "refuse_later_checkpoints",
@@ -56,6 +58,8 @@ ARGUMENTS = "_fsdp2_arguments"
 """attribute of a Trainer that is being built: what it was given, by name"""
 _candidates: WeakKeyDictionary[State, tuple[Path, tuple[Path, ...]]] = WeakKeyDictionary()
 """the link to the checkpoint that a run resumes from, and good checkpoints, the newest first"""
+_resumed: WeakSet[State] = WeakSet()
+"""runs that autoresume has moved to where they stopped, and that have not trained since"""
 _PLACEHOLDER = re.compile(r"\\\{([^{}]*)\\\}")
 _COUNTS = ("epoch", "batch", "sample", "token")
 _COUNTS_IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
@@ -98,6 +102,29 @@ def init(original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: 
         original(*given.args, **given.kwargs)
         if auto:
             trainer.state.auto_microbatching = True
+    # Composer keeps what it has loaded there; with autoresume `load_path` is for the first start.
+    if asked["autoresume"] and trainer.state.load_path not in (None, asked["load_path"]):
+        _resumed.add(trainer.state)
+
+
+def fit(original: Callable[..., None], trainer: Trainer, **kwargs: Any) -> None:
+    """Replaces `Trainer.fit`: a run that autoresume finds at its end is complete, and no mistake.
+
+    Collective: as the original.
+    """
+    state, length = trainer.state, trainer.state.max_duration
+    resumed = state in _resumed
+    _resumed.discard(state)
+    goes_on = length is None or state.timestamp.get(length.unit) < length
+    if not resumed or goes_on or kwargs.get("duration") is not None or kwargs.get("reset_time"):
+        original(trainer, **kwargs)
+    elif dist.get_global_rank() == 0:
+        print(
+            f"The run is complete: '{state.load_path}' is at the end of its max_duration, "
+            f"{length}. Nothing was trained. Write a longer max_duration to go on.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def warn_of_shared_store() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from composer.core import Timestamp
 from composer.utils import S3ObjectStore
 from moto.server import ThreadedMotoServer
 
+from composer_fsdp2 import installed
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.trainer.start import check_save_folder
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _run, _state
@@ -88,6 +90,22 @@ def test_the_ways_out(tmp_path: Path):
     assert "has a checkpoint of a later time" in said
     _run(old, {}, until=HALF, save_overwrite=True)
     assert (old / "latest-rank0.pt").resolve().name == "ep0-ba5"
+
+
+@pytest.mark.world_size(2)
+def test_a_run_that_autoresume_finds_at_its_end_is_complete(tmp_path: Path):
+    first, _ = _run(tmp_path, {}, until=HALF, run_name="r", autoresume=True)
+    before = _contents(tmp_path)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        again, _ = _run(tmp_path, {}, seed=1, until=HALF, run_name="r", autoresume=True)
+    assert largest_difference(_state(again), _state(first)) == 0.0
+    assert _contents(tmp_path) == before
+    assert said.getvalue().count("The run is complete: ") == (dist.get_rank() == 0)
+    # A call that the user wrote wrongly is a mistake all the same.
+    with installed(), pytest.raises(ValueError, match="Please provide the `duration`"):
+        again.fit()
+    longer, _ = _run(tmp_path, {}, seed=1, run_name="r", autoresume=True)
+    assert int(longer.state.timestamp.batch) == STEPS
 
 
 NOW = Timestamp(epoch=1, batch=12, sample=96, batch_in_epoch=2)

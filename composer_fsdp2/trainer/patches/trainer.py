@@ -127,6 +127,15 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         fingerprints={"033af637c4b54cb2"},
     ),
     _row(
+        target=f"{_TRAINER}:Trainer.fit",
+        replacement="trainer.start:fit",
+        feature=CORE,
+        why="asks for an argument of its own where autoresume finds that a run is complete",
+        upstream=f"{_UPSTREAM}/trainer/trainer.py#L1933",
+        takes={"duration", "reset_time"},
+        asks=_is_with_fsdp2,
+    ),
+    _row(
         target=f"{_TRAINER}:Trainer._wrap_model_for_distributed",
         replacement="trainer.start:wrap_model",
         feature=CORE,
