@@ -125,11 +125,9 @@ def wrong_arrows(source: Source) -> Iterator[Found]:
 
 
 def imported_patches(source: Source) -> Iterator[Found]:
-    """Yields imports of the patches in the rest of their stage, but for the rows of a model."""
+    """Yields imports of the patches in the rest of their stage."""
     if source.part == "trainer" and not source.own.startswith("trainer/patches/"):
-        for line, name in source.own_imports:
-            if "trainer.patches" in name and name != "trainer.patches.install_for_models":
-                yield line, name
+        yield from (found for found in source.own_imports if "trainer.patches" in found[1])
 
 
 def wrong_libraries(source: Source) -> Iterator[Found]:

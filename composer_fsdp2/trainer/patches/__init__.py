@@ -7,7 +7,6 @@ installs them.
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
 
 from composer_fsdp2.trainer.patches import engine
@@ -37,7 +36,6 @@ __all__ = [
     "check_feature",
     "describe_patches",
     "install",
-    "install_for_models",
     "installed",
     "patch_states",
     "uninstall",
@@ -74,14 +72,6 @@ def install() -> None:
     """
     engine.check_versions(NEEDS)
     engine.install(PATCHES)
-
-
-def install_for_models() -> None:
-    """Replaces what users call on a sharded model: `save_pretrained`, `generate` and their like.
-
-    Of packages that are loaded, as they are where a model comes from one of them. Collective: no.
-    """
-    engine.install([r for r in HUGGINGFACE_ROWS if r.target.partition(":")[0] in sys.modules])
 
 
 def uninstall() -> None:
