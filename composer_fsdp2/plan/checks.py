@@ -32,14 +32,7 @@ from composer_fsdp2.plan.wrap_plan import ShardUnit
 from composer_fsdp2.text import child_name, listed, quoted
 from composer_fsdp2.torch_private.tensors import forward_pre_hooks
 
-__all__ = [
-    "REGISTERED",
-    "check_model",
-    "held_tensors",
-    "left_whole",
-    "refuse_gradients",
-    "refuse_unreadable",
-]
+__all__ = ["check_model", "held_tensors", "left_whole", "refuse_gradients", "refuse_unreadable"]
 
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes that every backend sends and autograd takes for weights"""
@@ -327,8 +320,7 @@ def _aliases(tree: ModuleTree, refs: Sequence[ParamRef]) -> Iterator[str]:
 _DEPTH = 6
 """references that are followed one after the other; an object and its `__dict__` are two"""
 
-REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
-"""attributes of a module in which torch keeps what is registered"""
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.CodeType)
 _EMPTIED = (dict, OrderedDict, set, list, tuple)
 """kinds of which most modules have a dozen that are empty, for hooks"""
@@ -352,7 +344,7 @@ def held_tensors(tree: ModuleTree) -> Iterator[tuple[torch.Tensor, str, str]]:
         renewed = {str(getattr(hook, key, "")) for hook in hooks for key in keys}
         # `RNNBase.__setattr__` puts a weight that is set into this list too.
         flat = {"_flat_weights"} if isinstance(module, nn.RNNBase) else set[str]()
-        kind, ignored = type(module), REGISTERED | renewed | flat
+        kind, ignored = type(module), _REGISTERED | renewed | flat
         found = [(name, value) for name, value in vars(module).items() if name not in ignored]
         if id(kind) not in opened:
             opened[id(kind)] = kind

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import shape_in_model, whole_to_part
-from composer_fsdp2.plan.checks import REGISTERED, held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, own_parameters
 from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
 from composer_fsdp2.shard.layout import Place, place_of, replace_parameter
@@ -50,9 +48,7 @@ class MetaDeviceReport:
     digest: str
     """of the names, when some are"""
     attributes: str
-    """plain tensors in attributes; ranks need the same ones only when some rank is on meta"""
-    unreachable: str = ""
-    """an attribute whose object leads to a tensor on meta that nobody could fill, or ''"""
+    """plain tensor attributes; ranks need the same ones only when some rank is on meta"""
 
     @classmethod
     def read(cls, tree: ModuleTree, sourced: Container[str] = ()) -> MetaDeviceReport:
@@ -73,17 +69,7 @@ class MetaDeviceReport:
         attributes = [f"{name} {tensor.shape}" for name, tensor, known in looked_at if not known]
         on_meta = "none" if not names else "all" if len(names) == len(looked_at) else "some"
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
-        known = {id(tensor) for _, tensor, _ in found}
-        unreachable = (
-            child_name(path, attribute)
-            for tensor, path, attribute in held_tensors(tree)
-            # Not of classes and of the whole process: a cache there may serve other models.
-            if attribute in vars(tree.root.get_submodule(path))
-            and tensor.is_meta
-            and id(tensor) not in known
-        )
-        first = next(unreachable, "") if names else ""
-        return cls(on_meta, digest, "\n".join(attributes), first)
+        return cls(on_meta, digest, "\n".join(attributes))
 
 
 def check_meta_device_reports(everyone: Sequence[MetaDeviceReport]) -> None:
@@ -92,8 +78,7 @@ def check_meta_device_reports(everyone: Sequence[MetaDeviceReport]) -> None:
     Collective: no; `everyone` is what each rank has.
 
     Raises:
-        PlanError: when a rank holds values where rank 0 is on meta, or attributes rank 0 has not,
-            or a tensor on meta where nobody would find it.
+        PlanError: when a rank holds values where rank 0 is on meta, or attributes rank 0 has not.
     """
     first = everyone[0]
     for rank, found in enumerate(everyone):
@@ -109,13 +94,6 @@ def check_meta_device_reports(everyone: Sequence[MetaDeviceReport]) -> None:
                 f"Modules on rank {rank}, which is on meta, hold other tensor attributes than on "
                 f"rank 0 ({found.attributes or 'none'} against {first.attributes or 'none'}). They "
                 "could not be given rank 0's values. Set the same attributes on every rank."
-            )
-        if found.unreachable:
-            raise PlanError(
-                f"The object in '{found.unreachable}' on rank {rank} leads to a tensor on meta. "
-                "Values are given to parameters, buffers and attributes, in lists, tuples and "
-                "dictionaries too, and forward would find no values in that object. Register the "
-                "tensor with register_buffer, or keep it in one of those."
             )
 
 
@@ -252,18 +230,15 @@ class InitialWeights:
     def _materialise_unlearned(self, path: str, module: nn.Module) -> Tensors:
         blank: Tensors = {}
         # Plain tensor attributes too, such as a copy of a rotary table kept beside the buffer.
-        new: dict[int, Any] = {}
         for name, value in _unlearned_tensors(module):
             full_name, is_buffer = child_name(path, name), name in module._buffers
+            held: dict[str, Any] = module._buffers if is_buffer else vars(module)
             if full_name in self.sourced:
-                new[id(value)] = self.sourced.read_buffer(full_name, value)
+                held[name] = self.sourced.read_buffer(full_name, value)
             elif value.is_meta:
-                blank[name] = new.setdefault(id(value), self._blank_like(value))
+                held[name] = blank[name] = self._blank_like(value)
             elif is_buffer and value.device != self._device:
-                new[id(value)] = value.to(self._device)
-        if new:
-            for attribute, held in vars(module).items():
-                vars(module)[attribute] = _exchanged(held, new)
+                held[name] = value.to(self._device)
         return blank
 
     def _blank_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -289,50 +264,9 @@ def _own_tensors(module: nn.Module) -> Tensors:
 
 
 def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Buffers and plain tensors in attributes, in containers too: `scales[0]`, `tables['a'][1]`."""
+    """Buffers and plain tensor attributes."""
     found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
-    todo = [item for item in vars(module).items() if item[0] not in REGISTERED]
-    opened: set[int] = set()
-    for name, value in todo:  # which grows by the contents of containers
-        if _is_plain(value):
-            found.append((name, value))
-        elif isinstance(value, _CONTAINERS) and id(value) not in opened:
-            opened.add(id(value))
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            todo += [
-                (f"{name}[{key!r}]", item)
-                for key, item in items
-                if isinstance(item, (torch.Tensor, *_CONTAINERS))
-            ]
-    return found
-
-
-_CONTAINERS = (list, tuple, dict, deque)
-
-
-def _exchanged(held: Any, new: dict[int, Any]) -> Any:
-    """Exchanges tensors in a value of an attribute, and returns the value.
-
-    Lists and dictionaries are changed in place, so that other ways to them stay.
-
-    Args:
-        held: a tensor, a container, or anything else, which is returned as it is.
-        new: id of a tensor -> the one that takes its place. Gets the containers that were opened.
-    """
-    if id(held) in new or not isinstance(held, _CONTAINERS):
-        return new.get(id(held), held)
-    if isinstance(held, tuple):
-        items = [_exchanged(item, new) for item in held]
-        if any(item is not old for item, old in zip(items, held, strict=True)):
-            kind: Any = type(held)
-            is_named = hasattr(kind, "__match_args__")  # as `collections.namedtuple` makes it
-            new[id(held)] = kind(*items) if is_named else kind(items)
-        return new.get(id(held), held)
-    new[id(held)] = held
-    for key, old in list(held.items() if isinstance(held, dict) else enumerate(held)):
-        if (item := _exchanged(old, new)) is not old:
-            held[key] = item
-    return held
+    return found + [(name, value) for name, value in vars(module).items() if _is_plain(value)]
 
 
 def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
@@ -376,8 +310,7 @@ def _fill_only(module: nn.Module, left: Tensors, source: Initialiser) -> None:
         source(module)
     now = _own_tensors(module)
     for name, value in kept.items():
-        if name in now:  # a list may be shorter now
-            now[name].copy_(value)
+        now[name].copy_(value)
 
 
 def _reset_parameters(module: nn.Module) -> None:

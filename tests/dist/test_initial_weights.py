@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -52,41 +50,6 @@ class Tables(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.kept * self.mask * self.scale + self.hidden
-
-
-class Pair(NamedTuple):
-    cos: torch.Tensor
-    inner: dict[str, torch.Tensor]
-
-
-class InContainers(nn.Module):
-    """Keeps tensors that are no buffers in containers of every kind, one inside the other."""
-
-    def __init__(self, size: int = WIDTH) -> None:
-        super().__init__()
-        self.size = size
-        self.gain = nn.Parameter(torch.ones(size))
-        scale = torch.arange(1.0, size + 1) / size
-        self.scales = [scale, scale * 2]
-        self.tables = {"a": Pair(scale.cos(), {"b": scale.sin()}), 1: deque([(scale > 0.5,)])}
-        self.same = self.scales  # another way to one list
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        cos, inner = self.tables["a"]
-        x = x * self.gain * self.scales[0] + self.same[1] * cos + inner["b"]
-        return x * self.tables[1][0][0]
-
-
-class InObject(nn.Module):
-    """Keeps a tensor in an object of a class of one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.cache = SimpleNamespace(table=torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.gain * self.cache.table
 
 
 class WithTables(TinyLM):
@@ -233,35 +196,6 @@ def test_ranks_with_the_same_seed_keep_drawing_the_same_numbers():
     drawn = [torch.empty(3) for _ in range(2)]
     dist.all_gather(drawn, torch.rand(3))
     assert torch.equal(*drawn)
-
-
-def _in_containers() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), InContainers())
-
-
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "meta")])
-def test_tensors_in_containers_have_values(devices: tuple[str, str]):
-    model = sharded(build(_in_containers, devices[dist.get_rank()], seed=dist.get_rank()))
-    expected = build(_in_containers, "cpu")
-    if devices[0] == "meta":
-        expected[0].load_state_dict(
-            {name: full(param) for name, param in model[0].named_parameters()}
-        )
-    assert model[1].same is model[1].scales
-    x = torch.rand(3, WIDTH)
-    assert torch.equal(model(x), expected(x))
-
-
-@pytest.mark.world_size(2)
-def test_a_tensor_on_meta_in_an_object_is_named():
-    model = build(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), InObject()),
-        "meta" if dist.get_rank() else "cpu",
-    )
-    with pytest.raises(PlanError, match=r"'1\.cache' on rank 1 leads to a tensor on meta"):
-        sharded(model)
-    _in_step()
 
 
 @pytest.mark.world_size(2)
