@@ -136,8 +136,10 @@ def _restore_layouts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     and `Shard` where the parameter has `_StridedShard`: a full tensor would have other rows.
     """
     for param, state in optimizer.state.items():
-        for key, value in state.items() if isinstance(param, DTensor) else ():
-            if not isinstance(value, DTensor) or value.shape != param.shape:
+        for key, value in state.items():
+            if not isinstance(param, DTensor) or not isinstance(value, DTensor):
+                continue
+            if value.shape != param.shape:
                 continue
             # `==` takes a strided shard for a plain one.
             pairs = zip(value.placements, param.placements, strict=True)

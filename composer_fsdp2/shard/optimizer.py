@@ -99,7 +99,11 @@ def _check_foreign(
         for number, group in enumerate(optimizer.param_groups)
         for index, param in enumerate(group["params"])
     ]
-    foreign = [(param, _describe_foreign(*slot)) for param, *slot in held if id(param) not in names]
+    foreign = [
+        (param, _describe_foreign(group, number, index))
+        for param, group, number, index in held
+        if id(param) not in names
+    ]
     if not foreign:
         return
     texts = ", ".join(text for _, text in foreign[:10])
@@ -241,7 +245,7 @@ def detach_optimizer(optimizer: torch.optim.Optimizer, tree: ModuleTree) -> Deta
     Collective: no. `check_optimizers` comes first.
     """
     # Under the first name of a tied parameter.
-    places = {id(ref.param): place_of(tree, ref) for ref in reversed(tree.params)}
+    places: dict[int, Any] = {id(r.param): place_of(tree, r) for r in reversed(tree.params)}
     groups = [[places.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = []

@@ -354,7 +354,7 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[s
 class _FullLoad(_Load):
     """Every rank reads the whole file, or rank 0 alone and the others hear of it."""
 
-    saved: FileCheckpoint
+    saved: Any
 
     def read(self, local: Path, remote: Any) -> StateDict:
         """Returns the values of the file. Collective: yes."""
