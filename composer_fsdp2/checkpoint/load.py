@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.text import listed
 
 __all__ = [
+    "STATE_SETTINGS",
     "MuonFromAdamW",
     "check_fit",
     "check_groups",
@@ -129,22 +130,27 @@ def check_fit(
     return left_out
 
 
-def check_groups(saved: Sequence[Iterable[str]], run: Sequence[Iterable[str]], where: str) -> None:
+STATE_SETTINGS = ("amsgrad", "centered", "momentum")
+"""settings of a parameter group that decide what state its parameters have"""
+
+
+def check_groups(
+    saved: Sequence[Mapping[str, Any]], run: Sequence[Mapping[str, Any]], where: str
+) -> None:
     """Compares parameter groups by the names in them; the order of names does not matter.
 
     Collective: no.
 
     Args:
-        saved: names of each group in the checkpoint.
-        run: names of each group of the run's optimizer.
+        saved: groups in the checkpoint, with the names of their parameters.
+        run: those of the run's optimizer, with names too.
         where: the checkpoint, for the error.
 
     Raises:
-        CheckpointError: the number of groups or the members of one differ.
+        CheckpointError: the number of groups or the members of one differ, or the run would keep
+            state of which the checkpoint has none.
     """
-    theirs, ours = [set(group) for group in saved], [set(group) for group in run]
-    if theirs == ours:
-        return
+    theirs, ours = ([set(group["params"]) for group in groups] for groups in (saved, run))
     problems: list[str] = []
     if len(theirs) != len(ours):
         problems.append(f"the checkpoint has {len(theirs)} and the run {len(ours)}")
@@ -155,12 +161,26 @@ def check_groups(saved: Sequence[Iterable[str]], run: Sequence[Iterable[str]], w
             for side, only in sides.items()
             if only
         ]
-    raise CheckpointError(
-        f"The parameter groups of '{where}' are not those of this run: {'; '.join(problems)}. "
-        "Learning rates and weight decay go by the number of the group and would reach the wrong "
-        "parameters. Build the optimizer with the same groups, or start its state anew with "
-        "load_ignore_keys: [state/optimizers/*]."
-    )
+    if problems:
+        raise CheckpointError(
+            f"The parameter groups of '{where}' are not those of this run: {'; '.join(problems)}. "
+            "Learning rates and weight decay go by the number of the group and would reach the "
+            "wrong parameters. Build the optimizer with the same groups, or start its state anew "
+            "with load_ignore_keys: [state/optimizers/*]."
+        )
+    problems = [
+        f"{key} of group {number} is {a[key]} in the checkpoint and {b[key]} in the run"
+        for number, (a, b) in enumerate(zip(saved, run, strict=True))
+        for key in STATE_SETTINGS
+        if b.get(key) and not a.get(key, True)
+    ]
+    if problems:
+        raise CheckpointError(
+            f"The optimizer of '{where}' kept less state than this run's: {'; '.join(problems)}. "
+            "Settings of groups go on as they were saved, so the run's would have no effect. Build "
+            "the optimizer as it was saved, or start its state anew with load_ignore_keys: "
+            "[state/optimizers/*]."
+        )
 
 
 def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) -> None:

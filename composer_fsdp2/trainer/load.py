@@ -25,7 +25,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages, vet_algorithms
-from composer_fsdp2.checkpoint.load import MuonFromAdamW, check_fit, check_groups, load_sharded
+from composer_fsdp2.checkpoint.load import (
+    STATE_SETTINGS,
+    MuonFromAdamW,
+    check_fit,
+    check_groups,
+    load_sharded,
+)
 from composer_fsdp2.checkpoint.source import (
     Checkpoint,
     FileCheckpoint,
@@ -150,8 +156,8 @@ class _Load:
         names: dict[str, list[str]] = {"muon": [], "adamw": []}
         optimizer = _optimizer_of(self.state, name)
         groups = zip(optimizer.param_groups, _groups_of(self.state, name), strict=True)
-        for group, members in groups:
-            pairs = zip(group["params"], members, strict=True)
+        for group, named in groups:
+            pairs = zip(group["params"], named["params"], strict=True)
             names[group["algorithm"]] += [name for param, name in pairs if param.requires_grad]
         carried = MuonFromAdamW(self.saved, **names)
         self.carried = carried if carried.source else None
@@ -193,14 +199,14 @@ class _Load:
         self.notes += [self.carried.note] if self.carried else []
         return left_out
 
-    def check_groups(self, saved: Mapping[str, Sequence[Sequence[str]]]) -> None:
-        """Compares parameter groups by name. Collective: no."""
+    def check_groups(self, saved: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Compares parameter groups, with names for parameters. Collective: no."""
         if self.carried:
             return  # the groups are the run's own
         frozen = _frozen_names(self.state)
         for name, groups in saved.items():
             theirs, ours = (
-                [set(group) - frozen for group in side]
+                [{**group, "params": set(group["params"]) - frozen} for group in side]
                 for side in (groups, _groups_of(self.state, name))
             )
             check_groups(theirs, ours, str(self.saved.path))
@@ -338,17 +344,19 @@ class _ShardedLoad(_Load):
         return self.check_parts(wanted), own
 
 
-def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[str]]:
-    """Reads the names in each parameter group. Collective: yes."""
+def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[dict[str, Any]]:
+    """Reads the parameter groups of an optimizer, with names. Collective: yes."""
     ways = saved.under("state", "optimizers", name, "param_groups")
     if () in ways.values():  # one object, as before torch 2.4
-        groups: list[Any] = []
+        groups: list[dict[str, Any]] = []
     else:
         groups = [{"params": []} for _ in {way[0] for way in ways.values()}]
+        for number, setting in (way for way in ways.values() if way[1] in STATE_SETTINGS):
+            groups[int(number)][str(setting)] = None
     # For a value that is no tensor, torch puts what was saved in the place of what is there.
     found = {"state": {"optimizers": {name: {"param_groups": groups}}}}
     load_sharded(found, reader)
-    return [group["params"] for group in found["state"]["optimizers"][name]["param_groups"]]
+    return found["state"]["optimizers"][name]["param_groups"]
 
 
 class _FullLoad(_Load):
@@ -404,9 +412,7 @@ class _FullLoad(_Load):
         self.carry(wanted)
         if self.carried:
             name, state = _MUON, values["state"]
-            groups = _optimizer_of(self.state, name).param_groups
-            names = _groups_of(self.state, name)
-            own = [{**group, "params": of} for group, of in zip(groups, names, strict=True)]
+            own = _groups_of(self.state, name)
             found = self.carried.from_saved(state["optimizers"][self.carried.source]["state"])
             state["optimizers"] = {name: {"state": found, "param_groups": own}}
             state.pop("schedulers", None)
@@ -417,7 +423,7 @@ class _FullLoad(_Load):
             for saved_group, group in zip(theirs, ours.param_groups, strict=False):
                 if "initial_lr" not in group:  # noted by a scheduler, and this run has none
                     saved_group.pop("initial_lr", None)
-            groups[name] = [group["params"] for group in theirs]
+            groups[name] = theirs
             if name in ADAPTIVE_LIONS:
                 optimizers[name] = lion_as_text(optimizers[name])
         self.check_groups(groups)
@@ -444,15 +450,18 @@ def _frozen_names(state: State) -> set[str]:
     return {plain_name(name) for name, param in params if not param.requires_grad}
 
 
-def _groups_of(state: State, name: str) -> list[list[str]]:
-    """Returns the names in each group of the run's optimizer, as a checkpoint has them."""
+def _groups_of(state: State, name: str) -> list[dict[str, Any]]:
+    """Returns the groups of the run's optimizer with the names that a checkpoint has."""
     names = {
         id(param): plain_name(full)
         # Reversed, so that a tied parameter gets its first name, as in torch's state dicts.
         for full, param in reversed(list(state.model.named_parameters(remove_duplicate=False)))
     }
     optimizer = _optimizer_of(state, name)
-    return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    return [
+        {**group, "params": [names[id(param)] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
 
 
 def _unalias(optimizers: Mapping[str, Any], *, every: bool) -> None:

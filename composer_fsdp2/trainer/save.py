@@ -193,7 +193,12 @@ class _Snapshot:
                 }
             }
         else:
+            stateless = [optimizer for optimizer in state.optimizers if not optimizer.state]
             values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
+            for optimizer in stateless:
+                # torch has made state to ask for it, by a step that counters remember.
+                optimizer.state.clear()
+                values["state"]["optimizers"].get(type(optimizer).__qualname__, {})["state"] = {}
         saved, first = values["state"], dist.get_global_rank() == 0
         described = saved.get("integrations", {}).get("huggingface", {}).get("model", {})
         inner = getattr(state.model, "model", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from composer_fsdp2 import Muon, installed, prepare_fully_shard
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import CheckpointError, ConfigError
 from tests.dist.test_tensor_parallel import global_batches, llama, of_this_group
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _state
 from tests.support.models import TinyComposer
@@ -66,6 +67,7 @@ def run(
     optimizer: str = "adamw",
     groups: Any = None,
     until: int = STEPS,
+    begin: Callable[[Trainer], Any] = id,
     **kwargs: Any,
 ) -> Trainer:
     torch.manual_seed(1 if "load_path" in kwargs else 0)
@@ -84,6 +86,7 @@ def run(
             callbacks=[changes],
             **kwargs,
         )
+        begin(trainer)
         trainer.fit()
     trainer.close()
     return trainer
@@ -120,6 +123,34 @@ def test_frozen_for_some_batches(
 ):
     """The other layer has no gradient until the second half."""
     check(tmp_path, {"state_dict_type": kind}, trained, optimizer)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_save_before_the_first_step(kind: str, tmp_path: Path):
+    """No counter begins at 1, neither in the run that goes on nor in one that resumes."""
+    settings = {"state_dict_type": kind}
+    whole = run(tmp_path / "whole", settings)
+    saving = run(
+        tmp_path / "saving",
+        settings,
+        begin=lambda trainer: trainer.save_checkpoint(str(tmp_path / "0" / "ba{batch}-{rank}.pt")),
+    )
+    path = tmp_path / "0" / {"full": "ba0-0.pt", "sharded": "ep0-ba0"}[kind]
+    resumed = run(tmp_path / "resumed", settings, load_path=str(path))
+    assert same(saving, whole)
+    assert same(resumed, whole)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_other_state_of_the_same_class(kind: str, tmp_path: Path):
+    """Saved settings go on, so the momentum of this run would have no effect."""
+    settings = {"state_dict_type": kind}
+    run(tmp_path / "first", settings, optimizer="without state", until=HALF)
+    path = tmp_path / "first" / FORMATS[kind]
+    with pytest.raises(CheckpointError, match="momentum of group 0 is 0 in the"):
+        run(tmp_path / "second", settings, optimizer="momentum", load_path=str(path))
 
 
 def _three(params: list[Any]) -> list[dict[str, Any]]:
