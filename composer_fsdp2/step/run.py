@@ -192,6 +192,7 @@ class Run:
 
         Collective: as `wanted` of each class is.
         """
+        self._call(())
         for kind in step:
             if kind.wanted(self):
                 self.listen(kind(self))
@@ -257,8 +258,12 @@ class Run:
         return resharding(self.units, self.settings.eval_reshard_after_forward)
 
     def tell(self, event: str, *args: Any) -> bool:
-        """Calls a method of all listeners that define it, until one of them answers with False."""
-        return all(call(*args) is not False for call in self._calls.get(event, ()))
+        """Calls a method of all listeners that define it, until one of them answers with False.
+
+        Raises:
+            KeyError: no listener has such a method.
+        """
+        return all(call(*args) is not False for call in self._calls[event])
 
     def _hear_group(self, unit: str, group: Any, event: str) -> bool:
         if event == "before_forward":

@@ -131,7 +131,7 @@ def prepare_fully_shard(
             Parameters of other modules in it stay as they are.
         fsdp2_config: a mapping, our config, Composer's `FSDP2Config`, or FSDP1's `FSDPConfig`.
         precision: the training precision, for `mixed_precision: DEFAULT` and `PURE`; fp32 by
-            default, which casts nothing. A Trainer gives its own.
+            default, in which a model of any dtype computes. A Trainer gives its own.
         device: where the shards live; the current accelerator, else the CPU, by default.
         auto_microbatching: has ranks agree before each of the units' collectives, so that all leave
             a step in which one runs out of memory.

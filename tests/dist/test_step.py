@@ -94,3 +94,14 @@ def test_a_listener_of_ones_own():
     run.stop_listening(heard)
     lm_loss(model(ids), targets).backward()
     assert len(vars(model)["reduced"]) == 3
+
+
+@pytest.mark.world_size(2)
+def test_an_event_that_no_listener_can_hear_is_an_error():
+    model = TinyLM()
+    prepare_fully_shard(model, None, {})
+    run = run_of(model)
+    assert run is not None
+    assert run.tell("before_agreement", "a test")
+    with pytest.raises(KeyError, match="before_agrement"):
+        run.tell("before_agrement", "a test")
