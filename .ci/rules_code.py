@@ -125,9 +125,11 @@ def wrong_arrows(source: Source) -> Iterator[Found]:
 
 
 def imported_patches(source: Source) -> Iterator[Found]:
-    """Yields imports of the patches in the rest of their stage."""
+    """Yields imports of the patches in the rest of their stage, but for the rows of a model."""
     if source.part == "trainer" and not source.own.startswith("trainer/patches/"):
-        yield from (found for found in source.own_imports if "trainer.patches" in found[1])
+        for line, name in source.own_imports:
+            if "trainer.patches" in name and name != "trainer.patches.install_for_models":
+                yield line, name
 
 
 def wrong_libraries(source: Source) -> Iterator[Found]:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.staging import reason_at, write_failure
-from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.errors import CheckpointError, PlanError
 from composer_fsdp2.parallel.tensor.transformation import draw_together
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 from composer_fsdp2.shard.apply import reshard
@@ -31,7 +31,7 @@ from composer_fsdp2.torch_private.tensors import default_store
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.save import own_class
 
-__all__ = ["generate", "save_pretrained", "summon_shards"]
+__all__ = ["generate", "resize_token_embeddings", "save_pretrained", "summon_shards"]
 
 _KEY = "composer_fsdp2/save_pretrained"
 _WAIT_SECONDS = 120.0
@@ -132,6 +132,19 @@ def _decide(store: Store, key: str, decision: str) -> None:
     if store.add(f"{key}/deciders", 1) == 1:
         store.add(f"{_KEY}/turn", 1)
         store.set(f"{key}/decided", decision)
+
+
+def resize_token_embeddings(_original: Callable[..., Any], *_: Any, **__: Any) -> Any:
+    """Replaces `resize_token_embeddings` of a sharded model. Collective: no.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(
+        "resize_token_embeddings was called on a sharded model. The new embedding would be no part "
+        "of any unit, so nobody would gather it or average its gradient, and the optimizer would "
+        "step the old one. Resize before the model is prepared, or before the Trainer is made."
+    )
 
 
 # --- Generating, and summoning by the name that FSDP1 has for it. ---

@@ -69,6 +69,7 @@ from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.groups import count_flops_once
 from composer_fsdp2.trainer.monitor import NAME as MONITOR
 from composer_fsdp2.trainer.monitor import Comparison, show
+from composer_fsdp2.trainer.patches import install_for_models
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 __all__ = ["STEP", "TRANSFORMATIONS", "parallelize_composer_model", "prepare_fully_shard"]
@@ -201,6 +202,7 @@ def prepare_fully_shard(
     reports = [MetaDeviceReport(*fact["~meta"]) for fact in everyone]
     check_meta_device_reports(reports)
     run = apply_to_model(model, plan, reports, seed=everyone[0]["~seed"])
+    install_for_models()
     return [OOMGuard(run)] if auto_microbatching else [], dict(run.units)
 
 

@@ -174,6 +174,13 @@ def in_forward(deed: Callable[[Any], object]) -> None:
         test_gathered.step(model)
 
 
+def resized() -> None:
+    model = LlamaForCausalLM(llama_config(False))
+    prepare(model)
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    model.resize_token_embeddings(40)
+
+
 def returned() -> None:
     test_gathered.step(test_gathered.model_with(test_gathered.Returns()))
 
@@ -394,6 +401,8 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "The next collective is": lambda _: another_order(),
     "computed with this rank's shard of": lambda _: another_method(),
     "A sharded tensor was computed with another": lambda _: penalty_in_backward(),
+    "resize_token_embeddings was called on a sharded model": lambda _: resized(),
+    "The model was given tensors in": lambda _: test_explain.given_an_object(),
     "was changed in place while": lambda _: in_forward(lambda block: block.up.weight.data.mul_(2)),
     "Another tensor was put in the place of": lambda _: in_forward(test_gathered.assign_module),
     "returns its parameter": lambda _: returned(),
@@ -426,6 +435,8 @@ def test_the_page_lists_these_errors():
     "Another loss of the logits of",
     "Another tensor was put in the place of",
     "holds weights only",
+    "resize_token_embeddings was called on a sharded model",
+    "The model was given tensors in",
 )
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("said", DOCUMENTED)

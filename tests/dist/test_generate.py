@@ -24,7 +24,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from composer_fsdp2 import CheckpointError, installed, prepare_fully_shard, summon_full_params
+from composer_fsdp2 import (
+    CheckpointError,
+    installed,
+    prepare_fully_shard,
+    summon_full_params,
+    uninstall,
+)
 from composer_fsdp2.torch_private.units import is_gathered, param_groups
 from composer_fsdp2.trainer import hugging_face
 from tests.support.models import llama_config
@@ -59,6 +65,19 @@ def _pair(tied: bool = True, **kwargs: Any) -> tuple[Any, Any]:
     plain, model = (built(lambda: _model(tied, **kwargs)) for _ in range(2))
     prepare_fully_shard(model, None, {})
     return plain.eval(), model.eval()
+
+
+@pytest.mark.world_size(2)
+def test_a_loop_of_ones_own_saves_and_generates_without_installing(tmp_path: Path):
+    uninstall()
+    plain, model = _pair()
+    folder = tmp_path / "saved"
+    plain, model = plain.model, model.model
+    model.save_pretrained(folder)
+    saved = LlamaForCausalLM.from_pretrained(folder)
+    assert largest_difference(saved, plain) == 0
+    settings = {"max_new_tokens": 2 + 3 * dist.get_rank(), "do_sample": False}
+    assert torch.equal(model.generate(_prompt(), **settings), plain.generate(_prompt(), **settings))
 
 
 # --- Generating: ranks differ in the length of their prompts and in when they are done. ---

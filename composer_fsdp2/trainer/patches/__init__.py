@@ -7,6 +7,7 @@ installs them.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 
 from composer_fsdp2.trainer.patches import engine
@@ -36,6 +37,7 @@ __all__ = [
     "check_feature",
     "describe_patches",
     "install",
+    "install_for_models",
     "installed",
     "patch_states",
     "uninstall",
@@ -72,6 +74,15 @@ def install() -> None:
     """
     engine.check_versions(NEEDS)
     engine.install(PATCHES)
+
+
+def install_for_models() -> None:
+    """Replaces `save_pretrained`, `generate` and their like, which users call on a sharded model.
+
+    Of packages that are loaded, as they are where a model comes from one of them. Collective: no.
+    """
+    packages = {"transformers", "peft"}.intersection(sys.modules)
+    engine.install([row for row in HUGGINGFACE_ROWS if row.target.partition(".")[0] in packages])
 
 
 def uninstall() -> None:

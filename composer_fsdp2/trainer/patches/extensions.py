@@ -201,6 +201,9 @@ _SAVE_ADAPTERS = Feature("save_pretrained of a sharded PEFT model", _INSTEAD)
 _GENERATE = Feature(
     "generate of a sharded model", "Generate from a saved model that is not sharded."
 )
+_RESIZE = Feature(
+    "resize_token_embeddings of a sharded model", "Resize before the model is prepared."
+)
 _SUMMON = Feature(
     "FullyShardedDataParallel.summon_full_params of a sharded model",
     "Use composer_fsdp2.summon_full_params.",
@@ -212,6 +215,11 @@ def _holds_shards(*args: Any, **kwargs: Any) -> bool:
 
     model = args[0] if args else kwargs.get("module")  # FSDP1's name of it
     return model is not None and holds_shards(model)
+
+
+def _resizes_shards(model: Any, new_num_tokens: int | None = None, *_: Any, **named: Any) -> bool:
+    # Without a number it returns the embedding, and `pad_to_multiple_of` may round one up.
+    return _holds_shards(model) and (new_num_tokens, named.get("pad_to_multiple_of")) != (None,) * 2
 
 
 HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
@@ -244,6 +252,16 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
         takes={"synced_gpus"},
         versions="transformers 4.51.3",
         asks=_holds_shards,
+    ),
+    PatchPoint(
+        target="transformers.modeling_utils:PreTrainedModel.resize_token_embeddings",
+        replacement="trainer.hugging_face:resize_token_embeddings",
+        feature=_RESIZE,
+        why="puts unsharded weights in the place of shards, or ends in an error of torch",
+        upstream="https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L2518",
+        takes={"new_num_tokens"},
+        versions="transformers 4.51.3",
+        asks=_resizes_shards,
     ),
     PatchPoint(
         target="torch.distributed.fsdp:FullyShardedDataParallel.summon_full_params",

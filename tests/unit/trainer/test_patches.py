@@ -304,6 +304,7 @@ ASKING: dict[str, Callable[[PatchPoint], object]] = {
     "save_pretrained of a sharded model": called(Shards(1, 1)),
     "save_pretrained of a sharded PEFT model": called(Shards(1, 1)),
     "generate of a sharded model": called(Shards(1, 1)),
+    "resize_token_embeddings of a sharded model": called(Shards(1, 1), 40),
     "FullyShardedDataParallel.summon_full_params of a sharded model": called(Shards(1, 1)),
 }
 
