@@ -11,10 +11,13 @@ whole for that while as well.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import inspect
+from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -48,7 +51,7 @@ class MetaDeviceReport:
     digest: str
     """of the names, when some are"""
     attributes: str
-    """plain tensor attributes; ranks need the same ones only when some rank is on meta"""
+    """plain tensors in attributes; ranks need the same ones only when some rank is on meta"""
 
     @classmethod
     def read(cls, tree: ModuleTree, sourced: Container[str] = ()) -> MetaDeviceReport:
@@ -230,15 +233,18 @@ class InitialWeights:
     def _materialise_unlearned(self, path: str, module: nn.Module) -> Tensors:
         blank: Tensors = {}
         # Plain tensor attributes too, such as a copy of a rotary table kept beside the buffer.
+        new: dict[int, Any] = {}
         for name, value in _unlearned_tensors(module):
             full_name, is_buffer = child_name(path, name), name in module._buffers
-            held: dict[str, Any] = module._buffers if is_buffer else vars(module)
             if full_name in self.sourced:
-                held[name] = self.sourced.read_buffer(full_name, value)
+                new[id(value)] = self.sourced.read_buffer(full_name, value)
             elif value.is_meta:
-                held[name] = blank[name] = self._blank_like(value)
+                blank[name] = new.setdefault(id(value), self._blank_like(value))
             elif is_buffer and value.device != self._device:
-                held[name] = value.to(self._device)
+                new[id(value)] = value.to(self._device)
+        if new:
+            for attribute, held in vars(module).items():
+                vars(module)[attribute] = _exchanged(held, new)
         return blank
 
     def _blank_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -264,9 +270,55 @@ def _own_tensors(module: nn.Module) -> Tensors:
 
 
 def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Buffers and plain tensor attributes."""
+    """Buffers and plain tensors in attributes, in containers too: `scales[0]`, `tables['a'][1]`."""
     found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
-    return found + [(name, value) for name, value in vars(module).items() if _is_plain(value)]
+    registered = ("_parameters", "_buffers", "_modules")
+    todo = [item for item in vars(module).items() if item[0] not in registered]
+    opened: set[int] = set()
+    for name, value in todo:  # which grows by the contents of containers
+        if _is_plain(value):
+            found.append((name, value))
+        elif (inside := _opened(value)) is not None and id(inside) not in opened:
+            opened.add(id(inside))
+            items = inside.items() if isinstance(inside, dict) else enumerate(inside)
+            todo += [
+                (f"{name}[{key!r}]", item)
+                for key, item in items
+                if isinstance(item, torch.Tensor) or _opened(item) is not None
+            ]
+    return found
+
+
+def _opened(value: Any) -> Any:
+    """Returns the container that a value is or has, of those whose tensors are given values."""
+    if isinstance(value, list | tuple | dict | deque):
+        return value
+    holds = isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(type(value))
+    return getattr(value, "__dict__", None) if holds else None
+
+
+def _exchanged(held: Any, new: dict[int, Any]) -> Any:
+    """Exchanges tensors in a value of an attribute, and returns the value.
+
+    Lists, dictionaries and objects are changed in place, so that other ways to them stay.
+
+    Args:
+        held: a tensor, a container, or anything else, which is returned as it is.
+        new: id of a tensor -> the one that takes its place. Gets the containers that were opened.
+    """
+    inside = _opened(held)
+    if id(held) in new or inside is None:
+        return new.get(id(held), held)
+    if isinstance(held, tuple):
+        items = [_exchanged(item, new) for item in held]
+        if any(item is not old for item, old in zip(items, held, strict=True)):
+            new[id(held)] = type(held)(*items) if hasattr(held, "_fields") else type(held)(items)
+        return new.get(id(held), held)
+    new[id(held)] = held
+    for key, old in list(inside.items() if isinstance(inside, dict) else enumerate(inside)):
+        if (item := _exchanged(old, new)) is not old:
+            inside[key] = item
+    return held
 
 
 def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
@@ -310,7 +362,8 @@ def _fill_only(module: nn.Module, left: Tensors, source: Initialiser) -> None:
         source(module)
     now = _own_tensors(module)
     for name, value in kept.items():
-        now[name].copy_(value)
+        if name in now:  # a list may be shorter now
+            now[name].copy_(value)
 
 
 def _reset_parameters(module: nn.Module) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -50,6 +53,35 @@ class Tables(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.kept * self.mask * self.scale + self.hidden
+
+
+@dataclass(frozen=True)
+class Held:
+    scale: torch.Tensor
+
+
+class Pair(NamedTuple):
+    cos: torch.Tensor
+    inner: dict[str, torch.Tensor]
+
+
+class InContainers(nn.Module):
+    """Keeps tensors that are no buffers in containers of every kind, one inside the other."""
+
+    def __init__(self, size: int = WIDTH) -> None:
+        super().__init__()
+        self.size = size
+        self.gain = nn.Parameter(torch.ones(size))
+        scale = torch.arange(1.0, size + 1) / size
+        self.scales = [scale, scale * 2]
+        self.tables = {"a": Pair(scale.cos(), {"b": scale.sin()}), 1: deque([(scale > 0.5,)])}
+        self.same = self.scales  # another way to one list
+        self.held = SimpleNamespace(of=Held(scale * 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cos, inner = self.tables["a"]
+        x = x * self.gain * self.scales[0] + self.same[1] * cos + inner["b"]
+        return x * self.tables[1][0][0] + self.held.of.scale
 
 
 class WithTables(TinyLM):
@@ -196,6 +228,24 @@ def test_ranks_with_the_same_seed_keep_drawing_the_same_numbers():
     drawn = [torch.empty(3) for _ in range(2)]
     dist.all_gather(drawn, torch.rand(3))
     assert torch.equal(*drawn)
+
+
+def _in_containers() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), InContainers())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "meta")])
+def test_tensors_in_containers_have_values(devices: tuple[str, str]):
+    model = sharded(build(_in_containers, devices[dist.get_rank()], seed=dist.get_rank()))
+    expected = build(_in_containers, "cpu")
+    if devices[0] == "meta":
+        expected[0].load_state_dict(
+            {name: full(param) for name, param in model[0].named_parameters()}
+        )
+    assert model[1].same is model[1].scales
+    x = torch.rand(3, WIDTH)
+    assert torch.equal(model(x), expected(x))
 
 
 @pytest.mark.world_size(2)
