@@ -145,9 +145,11 @@ def _explain(run: Run, error: Exception) -> PlanError | None:
             "The model computed with the memory of a gathered parameter that FSDP2 had "
             f"freed{_line_of(error)}. Somebody keeps a parameter, or a view of it, beyond the "
             "forward of its unit; or the output of a unit is a view and was changed in place, so "
-            "that FSDP2 did not learn of backward. Read parameters from their module in every "
-            "forward, keep copies (weight.detach().clone()), and write x = x + y instead of x += y "
-            "for what a unit returns."
+            "that FSDP2 did not learn of backward; or the loss depends on a value that a unit kept "
+            "in an attribute or by a hook, but not in its first step. Read parameters from their "
+            "module in every forward, keep copies (weight.detach().clone()), write x = x + y "
+            "instead of x += y for what a unit returns, and return what the loss depends on, or "
+            "put it into a list or dict that the unit is given."
         )
     if "is a view and is being modified inplace" in text and "custom Function" in text:
         return PlanError(

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 
 from composer_fsdp2.config.placement import CPUOffload
@@ -37,8 +36,7 @@ from composer_fsdp2.shard.layout import Layout, place_of
 from composer_fsdp2.shard.unit_hooks import (
     InputCast,
     MakeHook,
-    hook_after_sharding,
-    hook_before_sharding,
+    UnitHooks,
     probe_reduction,
 )
 from composer_fsdp2.shard.weight_source import WeightSource
@@ -290,7 +288,7 @@ def apply_plan(
         shards_on=None if offload is None else torch.device("cpu"),
     )
     offloading = CPUOffloadPolicy(pin_memory=offload.pin_memory) if offload else OffloadPolicy()
-    casts: dict[nn.Module, InputCast] = {}
+    hooks: dict[nn.Module, UnitHooks] = {}
     of_experts: tuple[DeviceMesh, MakeHook] | None = None
     with _carrying_attributes(tree), weights.seeded(), weights.sourced.shown():
         tree.params.clear()  # or every full parameter would live until the last unit is sharded
@@ -307,7 +305,7 @@ def apply_plan(
                 # Every list of experts has the same ranks.
                 of_experts = of_experts or probe_reduction(layer.mesh.shards, layer.mesh.sources)
                 between = of_experts
-            casts[module] = _shard_unit(module, unit, layout, *between, policy, offloading)
+            hooks[module] = _shard_unit(module, unit, layout, *between, policy, offloading)
             weights.sourced.read_parameters(unit.params)
         weights.fill(tree.modules())
         weights.sourced.read_parameters(plan.ignored)
@@ -317,10 +315,7 @@ def apply_plan(
         assert len(found) == 1, f"sharding untied {names}"
     guard_reading(param for _, module in tree.modules() for param in own_parameters(module))
     for path, method in forward_methods:
-        module = layout.modules[path]
-        # First, because torch's wrapper goes around it, and runs no pre-hooks but FSDP2's own.
-        casts[module].before_method(module, method)
-        register_fsdp_forward_method(module, method)
+        hooks[layout.modules[path]].hook_method(method)
     return {name: layout.modules[name] for unit in plan.units for name in unit.modules}
 
 
@@ -332,8 +327,8 @@ def _shard_unit(
     make_hook: MakeHook,
     policy: MixedPrecisionPolicy,
     offloading: OffloadPolicy,
-) -> InputCast:
-    """Shards one unit; returns the cast of its inputs, which other methods need as well.
+) -> UnitHooks:
+    """Shards one unit; returns its hooks, which other methods need as well.
 
     Torch is kept from gathering a unit in backward that does not compute with it there. The
     gradient of an embedding is made of rows of the output's; a subclass may do more, such as
@@ -356,8 +351,7 @@ def _shard_unit(
     offloaded = mesh.device_type if isinstance(offloading, CPUOffloadPolicy) else None
     # Inputs of experts are not those of a unit without them: a router's weights stay as they are.
     casts = policy.cast_forward_inputs and layer is None
-    cast = InputCast(policy.param_dtype if casts else None, offloaded)
-    hook_before_sharding(module)
+    hooks = UnitHooks(module, InputCast(policy.param_dtype if casts else None, offloaded))
     sharded: Any = fully_shard(
         module,
         mesh=mesh,
@@ -369,14 +363,15 @@ def _shard_unit(
         ignored_params=ignored or None,
     )
     full = mesh.device_type if unit.role == "fp32" else None
-    hook_after_sharding(module, cast, full, frozen and not is_embedding)
+    members = [member for _, member in layout.members[unit.modules[0]]]
+    hooks.attach(members, full, frozen and not is_embedding)
     # Torch refuses as well, in an assertion that says nothing of averages and names no cure.
     type(module).__deepcopy__ = _refuse_copy  # pyright: ignore[reportAttributeAccessIssue]
     if (hook := make_hook()) is not None:
         sharded.set_all_reduce_hook(hook)
     if is_embedding or frozen:
         sharded.set_unshard_in_backward(False)
-    return cast
+    return hooks
 
 
 def _refuse_copy(module: nn.Module, _memo: object) -> None:

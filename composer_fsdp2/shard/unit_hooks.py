@@ -4,10 +4,21 @@ Everything else that happens in a step is a listener of a run (`step.run`). Thes
 a run too, in a model that only `apply_plan` has sharded: without them backward would be missed, or
 inputs and gradients would be other numbers.
 
-[Note: casting inputs] torch casts the inputs of a unit through its registry of containers, which
-builds new ones. A key-value cache is such a container: the block would write into a copy, and
-generation go wrong without a word. So tensors are cast here, in plain containers only.
-Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L223
+[Note: containers] A module may append its loss to a list that it is given, put keys and values
+into a dict that later layers read, or write its result into its batch. torch makes a new container
+of each that a unit is given: to mark tensors behind which backward has left the unit, to move those
+of the root, and to cast. What the unit puts into it would be lost. So tensors are exchanged here,
+in the caller's own containers, for as long as the unit runs. Afterwards each tensor that the unit
+left alone is the caller's again, and what the unit has put there is an output of it.
+Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L214
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L564
+
+[Note: unseen results] torch learns that backward has come to a unit from the tensors that its
+forward returns. The loss may depend on others: kept in an attribute, by a hook, in an object of the
+user's own. Backward then comes to a module of the unit unannounced. In the first step of training
+each module with parameters tells when backward is about to compute with it. If torch had not heard
+of it by then, the unit's modules go on telling. Parameters that stay gathered tell when they get a
+gradient. `StaleGathers` is the guard behind both.
 """
 
 from __future__ import annotations
@@ -15,112 +26,307 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.utils.rnn import PackedSequence
 
+from composer_fsdp2.plan.module_tree import own_parameters
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.device_mesh import note_copies
 from composer_fsdp2.torch_private.tensors import (
+    TORCH_FUNCTION_OFF,
+    is_namedtuple,
     is_view,
     root_mesh,
     tree_leaves,
-    tree_map,
     unsafe_view,
 )
-from composer_fsdp2.torch_private.units import gather_again, hear_backward, is_root, lazy_init
+from composer_fsdp2.torch_private.units import (
+    Inputs,
+    after_backward,
+    announce_backward,
+    backward_number,
+    exchange_inputs,
+    free_after_forward,
+    frees_after_forward,
+    gather_again,
+    gathered_param,
+    hear_backward,
+    is_gathered,
+    is_root,
+    lazy_init,
+    param_groups,
+    params_of,
+)
 
 __all__ = [
     "AverageOverReplicas",
     "Division",
     "InputCast",
     "MakeHook",
+    "UnitHooks",
     "force_backward_through",
-    "hook_after_sharding",
-    "hook_before_sharding",
     "leave_division_to_torch",
     "probe_reduction",
 ]
 
 
-def hook_before_sharding(module: nn.Module) -> None:
-    """Hooks a module that is about to be a unit. Collective: no."""
-    # Hooks after a forward run in the order of registration, and FSDP2's own puts its gradient
-    # hooks on the tensors that this one returns.
-    module.register_forward_hook(_after_forward)
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputCast:
+    """Casts floating point tensors, and moves tensors, if at all."""
+
+    dtype: torch.dtype | None = None
+    device: str | torch.device | None = None
+    """that inputs are moved to where shards are in CPU memory: a model that asks for the device of
+    its weights (`hidden.to(head.weight.device)`) has moved them there"""
+
+    def __call__(self, value: Any) -> Any:
+        """Returns another tensor, or what is no tensor as it is."""
+        if isinstance(value, PackedSequence):
+            return value if self.device is None else value.to(self.device)
+        if not isinstance(value, torch.Tensor):
+            return value
+        # As FSDP2's own cast does: integers and complex numbers stay.
+        return value.to(self.device, self.dtype if value.is_floating_point() else None)
 
 
-def hook_after_sharding(module: nn.Module, cast: InputCast, full: str | None, frozen: bool) -> None:
-    """Hooks a new unit. Collective: no.
+class UnitHooks:
+    """Has the hooks of one unit, and knows the calls of it that run. Collective: no.
 
     Args:
-        module: the unit.
+        module: the unit, not sharded yet.
         cast: of its inputs.
-        full: type of the device on which autocast must not lower its dtype, if anywhere.
-        frozen: whether it trains nothing, and torch was told not to gather it in backward.
     """
-    # Before FSDP2's own, which is prepended too.
-    module.register_forward_pre_hook(_before_forward, prepend=True)
-    if full is not None:
-        # No hook: a context that a pre-hook enters would not be left after every error.
-        module.forward = torch.autocast(full, enabled=False)(module.forward)
-    if cast.dtype is not None or cast.device is not None:
-        # Runs after FSDP2's own, which is prepended and moves inputs to the device. Also when a
-        # forward is run again in backward, where FSDP2 of torch 2.7 returns before its cast.
-        module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
-    if frozen:
-        module.register_forward_hook(_gather_once_backward_needs_it)
+
+    def __init__(self, module: Any, cast: InputCast) -> None:
+        self._module, self._cast, self._frozen = module, cast, False
+        self._calls: list[_Call | None] = []
+        self._telling: list[Any] = []
+        """handles of hooks of modules that tell of backward"""
+        self._told = self._told_first = False
+        """whether any module has, and before torch had heard of it"""
+        self._hooked: set[nn.Parameter] = set()
+        self._frees: list[tuple[Any, Any]] = []
+        # Hooks after a forward run in the order of registration, and FSDP2's own puts its gradient
+        # hooks on the tensors that this one returns. Called after an error too.
+        module.register_forward_hook(self._after_forward, always_call=True)
+
+    def attach(self, members: Iterable[nn.Module], full: str | None, frozen: bool) -> None:
+        """Hooks the unit, now that it is sharded.
+
+        Args:
+            members: modules whose nearest unit it is.
+            full: type of the device on which autocast must not lower its dtype, if anywhere.
+            frozen: whether it trains nothing, and torch was told not to gather it in backward.
+        """
+        module = self._module
+        exchange_inputs(module, self._mark, self._move)
+        # Before FSDP2's own, which is prepended too.
+        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        if full is not None:
+            # No hook: a context that a pre-hook enters would not be left after every error.
+            module.forward = torch.autocast(full, enabled=False)(module.forward)
+        if self._cast.dtype is not None or self._cast.device is not None:
+            # Runs after FSDP2's own, which is prepended and moves inputs to the device. Also when a
+            # forward is run again in backward, where FSDP2 of torch 2.7 returns before its cast.
+            module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+        self._frozen = frozen
+        module.register_forward_hook(self._after_torch)
+        for member in members:
+            if any(True for _ in own_parameters(member)):
+                self._telling.append(member.register_forward_pre_hook(self._tell_of_recall))
+                self._telling.append(member.register_forward_hook(self._have_told, prepend=True))
+
+    def hook_method(self, name: str) -> None:
+        """Has another method of the unit gather, and treat its inputs, as `forward` does."""
+        module, method = self._module, getattr(self._module, name)
+
+        @functools.wraps(method)
+        def casting(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._cast_inputs(module, args, kwargs)
+            return method(*args, **kwargs)
+
+        # Torch's wrapper goes around it, and runs no hooks but FSDP2's own.
+        setattr(module, name, casting)
+        register_fsdp_forward_method(module, name)
+        gathering = getattr(module, name)
+
+        @functools.wraps(method)
+        def treating(*args: Any, **kwargs: Any) -> Any:
+            self._begin(args, kwargs)
+            output = None
+            try:
+                output = gathering(*args, **kwargs)
+            finally:
+                self._end(output)
+            return output
+
+        setattr(module, name, treating)
+
+    # --- Before a forward, in this order. ---
+
+    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and is_root(module) is None:
+            # The first forward may make shards anew, which the optimizer steps.
+            with torch.inference_mode(False):
+                lazy_init(module)
+        gather_again(module)
+        self._begin(args, kwargs)
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        # Nearly every unit gets tensors alone.
+        given = [value for value in (*args, *kwargs.values()) if type(value) not in _NO_CONTAINERS]
+        self._calls.append(_Call(given) if given else None)
+        if self._told and not self._told_first and torch.is_grad_enabled():
+            while self._telling:
+                self._telling.pop().remove()
+
+    def _move(self, device: torch.device, args: Any, kwargs: Any) -> Inputs:
+        return self._exchange(InputCast(device=device), args, kwargs)
+
+    def _mark(
+        self, mark: Callable[[Any], Sequence[torch.Tensor]], args: Any, kwargs: Any
+    ) -> Inputs:
+        """Marks inputs that need a gradient.
+
+        Those in containers too if there are no others. Autograd runs later nodes first: when it
+        comes to one mark of a call, it has been everywhere in the unit.
+        """
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        values = (*args, *kwargs.values())
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        inside = () if any(tensor.requires_grad for tensor in tensors) else _tensors_in(values)
+        needing = [tensor for tensor in (*tensors, *inside) if tensor.requires_grad]
+        if not needing:
+            return args, kwargs
+        marked = dict(zip(map(id, needing), mark(tuple(needing)), strict=True))
+        if not inside:
+            return (
+                tuple(marked.get(id(value), value) for value in args),
+                {key: marked.get(id(value), value) for key, value in kwargs.items()},
+            )
+        return self._exchange(lambda leaf: marked.get(id(leaf), leaf), args, kwargs)
+
+    def _cast_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Inputs:
+        return self._exchange(self._cast, args, kwargs)
+
+    def _exchange(self, other: Callable[[Any], Any], args: Any, kwargs: Any) -> Inputs:
+        exchange = _Exchange(other)
+        inputs = tuple(map(exchange, args)), {key: exchange(item) for key, item in kwargs.items()}
+        if exchange.pairs:
+            call = self._calls[-1] = self._calls[-1] or _Call([])
+            call.exchanges.append(exchange)
+        return inputs
+
+    # --- After a forward. ---
+
+    def _after_forward(self, module: Any, _args: object, output: object) -> object:
+        given = self._end(output)
+        self._gather_once_backward_needs_it(output)
+        if not isinstance(output, torch.Tensor):
+            # Older torch does not look for tensors in dataclasses.
+            leaves = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, torch.Tensor)]
+            if torch.is_grad_enabled():
+                hear_backward(module, _tensors_in(leaves))
+            if isinstance(output, Iterator) or callable(output):
+                # It may compute with the parameters later.
+                self._frees = [
+                    (group, frees_after_forward(group)) for group in param_groups(module)
+                ]
+                for group, _ in self._frees:
+                    free_after_forward(group, False)
+        elif isinstance(module, nn.Linear) and is_view(output):
+            # Some models scale their logits in place. Nothing else holds what is behind the view.
+            return unsafe_view(output)
+        return _guarded_output(output, given)
+
+    def _end(self, output: object) -> Iterable[int]:
+        """Gives the caller's containers back; returns their addresses."""
+        call = self._calls.pop() if self._calls else None
+        if call is None:
+            return ()
+        call.give_back()
+        if torch.is_grad_enabled():
+            new = call.new_tensors()
+            hear_backward(self._module, new)
+            self._gather_once_backward_needs_it(new)
+            if any(isinstance(exchange.other, InputCast) for exchange in call.exchanges):
+                call.again_in_backward((*new, *_tensors_in(output)))
+        return call.containers
+
+    def _gather_once_backward_needs_it(self, results: object) -> None:
+        """Turns the gather of a frozen unit in backward on, for good: it may run again before."""
+        needs = self._frozen and torch.is_grad_enabled()
+        if needs and any(map(_may_need_gradient, tree_leaves(results))):
+            self._module.set_unshard_in_backward(True)
+
+    def _after_torch(self, module: Any, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for group, how in self._frees:
+            free_after_forward(group, how)
+        self._frees = []
+        for group in param_groups(module) if torch.is_grad_enabled() else ():
+            for param in map(gathered_param, params_of(group)) if is_gathered(group) else ():
+                if param.requires_grad and param not in self._hooked:
+                    self._hooked.add(param)
+                    param.register_hook(self._announce)
+
+    # --- In backward; see [Note: unseen results]. ---
+
+    def _tell_of_recall(self, *_: object) -> None:
+        if torch.compiler.is_compiling() or backward_number() < 0:
+            return
+        if not all(map(is_gathered, param_groups(self._module))):
+            # A part of the unit is computed again, for which gradients are on. Elsewhere they are
+            # in backward(create_graph=True) alone.
+            with torch.no_grad():
+                self._tell()
+
+    def _have_told(self, _module: nn.Module, _args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or backward_number() >= 0:
+            return
+        with TORCH_FUNCTION_OFF():  # of logits that are not there
+            nodes = [tensor.grad_fn for tensor in _tensors_in(output)]
+        for node in nodes:
+            if node is not None:
+                # Called after the hooks of the tensor, which may be what the unit returns.
+                node.register_prehook(self._tell)
+
+    def _tell(self, *_: object) -> None:
+        self._told = True
+        if announce_backward(self._module):
+            self._told_first = True
+
+    def _announce(self, _gradient: object) -> None:
+        announce_backward(self._module)
 
 
-def _before_forward(module: Any, _args: object) -> None:
-    if not torch.compiler.is_compiling() and is_root(module) is None:
-        # The first forward may make shards anew, which the optimizer steps.
-        with torch.inference_mode(False):
-            lazy_init(module)
-    gather_again(module)
-
-
-def _after_forward(module: Any, _args: object, output: object) -> object:
-    if torch.is_grad_enabled() and not isinstance(output, torch.Tensor):
-        # Older torch does not look for tensors in dataclasses.
-        leaves = (leaf for leaf in tree_leaves(output) if not isinstance(leaf, torch.Tensor))
-        if hidden := [tensor for leaf in leaves for tensor in _in_fields(leaf)]:
-            hear_backward(module, hidden)
-    if isinstance(module, nn.Linear) and isinstance(output, torch.Tensor) and is_view(output):
-        # Some models scale their logits in place. Nothing else holds the tensor behind the view.
-        return unsafe_view(output)
-    return _guarded_output(output)
-
-
-def _guarded_output(output: Any) -> Any:
+def _guarded_output(output: Any, given: Iterable[int]) -> Any:
     """Has torch refuse a change in place of a view that the unit returns.
 
     Such a change drops the hook by which FSDP2 learns that backward has come:
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L318
-    What is no plain container stays whole, as inputs do.
+    A list or dict stays the same; one that the unit was given is left alone.
     """
     if isinstance(output, torch.Tensor):
         view = torch.is_grad_enabled() and output.requires_grad and is_view(output)
         return _Returned.apply(output) if view else output
-    if type(output) is tuple or type(output) is list:
-        return type(output)(map(_guarded_output, output))
-    if type(output) is dict:
-        return {key: _guarded_output(value) for key, value in output.items()}
+    if type(output) is tuple:
+        return tuple(_guarded_output(item, given) for item in output)
+    if type(output) in (list, dict) and id(output) not in given:
+        for key, item in _items(output):
+            if (other := _guarded_output(item, given)) is not item:
+                output[key] = other
     return output
-
-
-def _in_fields(leaf: Any) -> Iterator[torch.Tensor]:
-    if isinstance(leaf, torch.Tensor):
-        yield leaf
-    elif dataclasses.is_dataclass(leaf):
-        for field in dataclasses.fields(leaf):
-            for inside in tree_leaves(getattr(leaf, field.name)):
-                yield from _in_fields(inside)
 
 
 class _Returned(torch.autograd.Function):
@@ -136,12 +342,6 @@ class _Returned(torch.autograd.Function):
         return grad
 
 
-def _gather_once_backward_needs_it(module: Any, _args: object, output: object) -> None:
-    """Turns the gather in backward on, for good: the module may run again before a backward."""
-    if torch.is_grad_enabled() and any(map(_may_need_gradient, tree_leaves(output))):
-        module.set_unshard_in_backward(True)
-
-
 def _may_need_gradient(leaf: object) -> bool:
     """Whether a gradient can come back through it; an unknown object may hold such a tensor."""
     if isinstance(leaf, torch.Tensor):
@@ -149,56 +349,103 @@ def _may_need_gradient(leaf: object) -> bool:
     return not isinstance(leaf, type(None) | bool | int | float | complex | str | bytes)
 
 
-# --- Inputs. ---
+# --- Containers. ---
+
+_NO_CONTAINERS = frozenset((torch.Tensor, nn.Parameter, type(None), bool, int, float, str))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InputCast:
-    """Casts floating point inputs, and moves inputs, if at all; see [Note: casting inputs]."""
+class _Call:
+    """Knows what containers a call of a unit was given, and the tensors in them."""
 
-    dtype: torch.dtype | None
-    device: str | None = None
-    """Type of the device that inputs are moved to where shards are in CPU memory: a model that asks
-    for the device of its weights (`hidden.to(head.weight.device)`) has moved them there."""
+    def __init__(self, given: list[Any]) -> None:
+        self._given = given
+        self.exchanges: list[_Exchange] = []
+        walk = _Exchange(_same)
+        if torch.is_grad_enabled():
+            walk(given)
+        self._before, self.containers = walk.tensors, walk.containers
+
+    def give_back(self) -> None:
+        """Puts back what the unit has left in the containers, wherever it is there."""
+        for exchange in reversed(self.exchanges):
+            exchange.put({id(now): before for before, now in exchange.pairs})
+
+    def again_in_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Exchanges once more while backward runs, for what is computed again there."""
+
+        def again(_gradient: object) -> None:
+            for exchange in self.exchanges:
+                exchange.put({id(before): now for before, now in exchange.pairs})
+            after_backward(self.give_back)
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(again)
+
+    def new_tensors(self) -> list[torch.Tensor]:
+        """Returns what the unit has put there."""
+        return [tensor for tensor in _tensors_in(self._given) if id(tensor) not in self._before]
+
+
+class _Exchange:
+    """Puts other tensors into containers, which stay the same objects, until they are given back.
+
+    Immutable ones are made anew. Knows tuples, lists, dicts, deques and dataclasses.
+
+    Args:
+        other: returns another tensor for a tensor, or the same one.
+    """
+
+    def __init__(self, other: Callable[[Any], Any]) -> None:
+        self.other = other
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.containers: dict[int, Any] = {}
+        self.pairs: list[tuple[Any, Any]] = []
+        """of what was in a container, and what is there now"""
 
     def __call__(self, value: Any) -> Any:
-        """Treats the tensors in a value; other containers than tuple, list and dict stay whole."""
-        if self.dtype is None and self.device is None:
+        """Returns the value, or what is there for it."""
+        if isinstance(value, torch.Tensor):
+            self.tensors[id(value)] = value
+            return self.other(value)
+        if type(value) is tuple or is_namedtuple(value):
+            items = list(map(self, value))
+            if all(one is other for one, other in zip(items, value, strict=True)):
+                return value
+            return tuple(items) if type(value) is tuple else type(value)(*items)
+        if isinstance(value, list | dict | deque):
+            if id(value) not in self.containers:
+                self.containers[id(value)] = value
+                for key, item in _items(value):
+                    if (other := self(item)) is not item:
+                        value[key] = other
+                        self.pairs.append((item, other))
             return value
-        # Nearly every unit gets these; the tree of torch costs 5 % of a small step.
-        if type(value) is dict:
-            return {key: self(item) for key, item in value.items()}
-        if type(value) is tuple or type(value) is list:
-            return type(value)(map(self, value))
-        if _is_no_container(value):
-            return self._cast(value)
-        return tree_map(self._cast, value, is_leaf=_is_no_container)
-
-    def _cast(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if dataclasses.is_dataclass(value) and hasattr(value, "__dict__"):
+            self(vars(value))
             return value
-        # As FSDP2's own cast does: integers and complex numbers stay.
-        return value.to(self.device, self.dtype if value.is_floating_point() else None)
+        return self.other(value)
 
-    def before_forward(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Casts, as a forward pre-hook with keyword arguments."""
-        return self(args), self(kwargs)
-
-    def before_method(self, module: nn.Module, name: str) -> None:
-        """Does the same for another method of the module."""
-        method = getattr(module, name)
-
-        @functools.wraps(method)
-        def casting(*args: Any, **kwargs: Any) -> Any:
-            return method(*self(args), **self(kwargs))
-
-        setattr(module, name, casting)
+    def put(self, others: dict[int, Any]) -> None:
+        """Puts others, by address, in the places of what is in the containers."""
+        for container in self.containers.values():
+            for key, item in _items(container):
+                if id(item) in others:
+                    container[key] = others[id(item)]
 
 
-def _is_no_container(value: object) -> bool:
-    return not isinstance(value, tuple | list | dict)
+def _same(value: Any) -> Any:
+    return value
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    walk = _Exchange(_same)
+    walk(value)
+    return list(walk.tensors.values())
 
 
 # --- Units beside a tower. ---

@@ -27,10 +27,12 @@ from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.torch_private.units import (
     backward_number,
     gathered_param,
+    has_gradient,
     has_run,
     is_gathered,
     is_idle,
     params_of,
+    reduces,
     sharded_param,
 )
 
@@ -110,6 +112,15 @@ class StaleGathers(StepListener):
 
     _gradients_wait = False
 
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._announced: set[Any] = set()
+        """groups whose gradients may wait for a reduction"""
+
+    def begin_forward(self) -> None:
+        """Refuses gradients that nobody will reduce. Collective: no."""
+        self._refuse_unannounced()
+
     def before_forward(self, unit: str, group: Any) -> None:
         """Learns that gradients may wait for a step. Collective: no."""
         self._gradients_wait = self._gradients_wait or torch.is_grad_enabled()
@@ -118,6 +129,18 @@ class StaleGathers(StepListener):
         """Frees a unit after a forward without gradients. Collective: no."""
         if self._gradients_wait and not torch.is_grad_enabled() and is_gathered(group):
             group.reshard()
+
+    def before_backward(self, unit: str, group: Any) -> None:
+        """Learns that a unit will reduce. Collective: no."""
+        self._announced.add(group)
+
+    def before_reduce(self, unit: str, group: Any) -> None:
+        """Learns that no gradient of a unit waits. Collective: no."""
+        self._announced.discard(group)
+
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses gradients that nobody will reduce. Collective: no."""
+        self._refuse_unannounced()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Frees all units. Collective: no."""
@@ -128,6 +151,25 @@ class StaleGathers(StepListener):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Learns that no gradient waits. Collective: no."""
         self._gradients_wait = False
+
+    def aborted(self) -> None:
+        """Forgets gradients of the batch. Collective: no."""
+        self._announced.clear()
+
+    def _refuse_unannounced(self) -> None:
+        for name, groups in self.run.groups.items():
+            for group in groups:
+                if not is_gathered(group) or group in self._announced or not reduces(group):
+                    continue
+                if any(has_run(param) and has_gradient(param) for param in params_of(group)):
+                    raise PlanError(
+                        f"{f'Unit {name!r}' if name else 'The root unit'} holds gradients of a "
+                        "backward that came to none of its results: neither to what its forward "
+                        "returned nor to what it put into a list, dict or dataclass that it was "
+                        "given. They were not averaged over the ranks, and the optimizer would "
+                        "step without them. Compute the loss inside the model's forward from "
+                        "what its modules return, and use weights nowhere else."
+                    )
 
 
 # --- Tells the divisions of a model between ranks that a forward begins. ---

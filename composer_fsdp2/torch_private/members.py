@@ -78,7 +78,8 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         "read",
         {
             "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
-            _STATE: "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init",
+            _STATE: "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init "
+            "_pre_backward _device",
             _GROUP: "fsdp_params device",
             _PARAM: "sharded_param _sharded_param_data",
             _TENSOR: "_backward_hooks _post_accumulate_grad_hooks _is_view",
@@ -96,7 +97,8 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         "wrapped",
         {
             _GROUP: "pre_forward post_forward unshard wait_for_unshard _to_unsharded _to_sharded "
-            "_to_sharded_post_forward pre_backward post_backward",
+            "_to_sharded_post_forward pre_backward post_backward _register_post_backward_hook",
+            _STATE: "_root_pre_forward",
             _PARAM: "reset_sharded_param",
             _DISPATCHER: "_propagate_op_sharding_dispatch_slow_path|dispatch",
         },

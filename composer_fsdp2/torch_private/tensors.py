@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import _is_namedtuple_instance as is_namedtuple
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "flatten_state_dict",
     "forward_pre_hooks",
     "is_compiled",
+    "is_namedtuple",
     "is_plain",
     "is_view",
     "is_whole_graph",

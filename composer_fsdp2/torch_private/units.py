@@ -16,14 +16,18 @@ from composer_fsdp2.torch_private.tensors import local_tensor
 
 __all__ = [
     "CHANGES_PARAMETERS",
+    "Inputs",
+    "Mark",
     "add_zero_gradients",
     "after_backward",
     "all_reduce_hook",
     "all_reduces",
+    "announce_backward",
     "attach",
     "backward_number",
     "carry_requires_grad",
     "drop_unreduced",
+    "exchange_inputs",
     "free_after_forward",
     "frees_after_forward",
     "gather_again",
@@ -141,9 +145,64 @@ def is_busy(unit: FSDPModule) -> bool:
     return _state(unit)._training_state.name != "IDLE"
 
 
-def hear_backward(unit: FSDPModule, outputs: Sequence[torch.Tensor]) -> None:
+def hear_backward(unit: FSDPModule, outputs: Iterable[torch.Tensor]) -> None:
     """Has the unit gather when backward comes to one of these outputs of its forward."""
-    _state(unit)._register_pre_backward_hook(outputs)
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(_state(unit)._pre_backward)
+
+
+def announce_backward(unit: FSDPModule) -> bool:
+    """Has the unit gather because backward is about to compute with it; says if torch had not."""
+    if all(map(runs_backward, param_groups(unit))):
+        return False
+    for group in param_groups(unit):
+        group.unshard_in_backward = True
+    _state(unit)._pre_backward(None)
+    return True
+
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""positional arguments, and those by name"""
+Mark = Callable[[tuple[torch.Tensor, ...]], Sequence[torch.Tensor]]
+"""returns tensors in the place of others; when backward passes them, it has left the unit"""
+
+
+def exchange_inputs(
+    unit: FSDPModule,
+    mark: Callable[[Mark, Any, Any], Inputs],
+    move: Callable[[torch.device, Any, Any], Inputs],
+) -> None:
+    """Has other functions exchange inputs where torch would, which makes containers anew.
+
+    Collective: no.
+
+    Args:
+        unit: just sharded.
+        mark: gets torch's function for some tensors, and the inputs.
+        move: gets the device of the root, and its inputs.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L564
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L146
+    """
+    state = _state(unit)
+    for group in param_groups(unit):
+        original = group._register_post_backward_hook
+        group._register_post_backward_hook = functools.partial(
+            mark, lambda tensors, original=original: original(tensors, {})[0]
+        )
+    if state._device.type == "cpu":
+        return
+    begin = state._root_pre_forward
+
+    def root_pre_forward(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Inputs:
+        is_root = state._state_ctx.iter_forward_root is None
+        begin(module, (None,), {})
+        return move(state._device, args, kwargs) if is_root else (args, kwargs)
+
+    state._root_pre_forward = root_pre_forward
 
 
 def gather_again(unit: FSDPModule) -> None:

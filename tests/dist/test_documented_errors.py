@@ -132,6 +132,15 @@ def nothing_to_checkpoint() -> None:
     prepare(nn.Sequential(nn.Linear(2, 2)), {"activation_checkpointing": True})
 
 
+def unannounced() -> None:
+    model = TinyLM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepare(model, optimizer=optimizer)
+    model.unshard()
+    model.norm.weight.square().sum().backward()
+    optimizer.step()
+
+
 def penalty_in_backward() -> None:
     prepare(model := TinyLM())
     loss = model(batches(1, 2)[0][0]).sum()
@@ -405,6 +414,7 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "The model was given tensors in": lambda _: test_explain.given_an_object(),
     "was changed in place while": lambda _: in_forward(lambda block: block.up.weight.data.mul_(2)),
     "Another tensor was put in the place of": lambda _: in_forward(test_gathered.assign_module),
+    "holds gradients of a backward that came to none of its results": lambda _: unannounced(),
     "returns its parameter": lambda _: returned(),
     "called inside a transformation of torch.func": lambda _: mapped(),
     "leaves a graph in the gradients of parameters": lambda _: graph_of_gradients(),

@@ -187,6 +187,87 @@ class CallsNoTensor(nn.Module):
         return self.part(3).mean() * x
 
 
+class Appends(One):
+    """Appends its loss to a list, and reads what others have put into a dict."""
+
+    def forward(self, x: Tensor, losses: list[Tensor], shared: dict[str, Tensor]) -> Any:
+        x = self.inner(x * shared.setdefault("scale", self.inner(x).mean()))
+        losses.append(x.square().mean())
+        return x
+
+
+@odd("parts append losses to a list, and share values through a dict, that they are given")
+class CallsAppending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Appends() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        losses: list[Tensor] = []
+        shared: dict[str, Tensor] = {}
+        for part in self.parts:
+            x = part(x, losses, shared)
+        return x, sum(losses)
+
+
+class Opaque:
+    """An object of the user's own."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class ReturnsOpaque(One):
+    """Returns its result in such an object."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Opaque(self.inner(x))
+
+
+@odd("parts return an object of the user's own", call=lambda part, x: part(x).value)
+class HandsOpaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = ReturnsOpaque(), ReturnsOpaque()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x).value)
+
+
+class Lazy(One):
+    """Returns a generator, which computes later."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.inner(row) for row in x.unbind())
+
+
+@odd("a part returns a generator, which computes after its forward")
+class ReturnsGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Lazy()
+
+    def forward(self, x: Tensor) -> Any:
+        return list(self.part(x))
+
+
+@odd("the loss depends on what a forward hook has kept, and on no result")
+class KeptByHook(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.register_forward_hook(self._keep)
+
+    def _keep(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self.kept = output
+
+    def forward(self, x: Tensor) -> Any:
+        self.out(x)
+        self.inner(x)
+        return self.kept.square()
+
+
 @odd("inputs in a nested container")
 class TakesNested(nn.Module):
     def __init__(self) -> None:
