@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import _is_namedtuple_instance as is_namedtuple
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
@@ -111,6 +110,11 @@ def wrapped_module(wrapper: OffloadWrapper) -> nn.Module:
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the tensor this one is a view of."""
     return tensor._base
+
+
+def is_namedtuple(value: object) -> bool:
+    """Whether it is of a class that `NamedTuple` makes; not of one below, as a PackedSequence is."""
+    return type(value).__base__ is tuple and hasattr(value, "_fields")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
