@@ -31,6 +31,7 @@ from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_
 from composer_fsdp2.shard.layout import Place, place_of, replace_parameter
 from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
 from composer_fsdp2.text import child_name, listed
+from composer_fsdp2.torch_private.tensors import is_namedtuple
 
 __all__ = [
     "InitialWeights",
@@ -312,7 +313,7 @@ def _exchanged(held: Any, new: dict[int, Any]) -> Any:
     if isinstance(held, tuple):
         items = [_exchanged(item, new) for item in held]
         if any(item is not old for item, old in zip(items, held, strict=True)):
-            new[id(held)] = type(held)(*items) if hasattr(held, "_fields") else type(held)(items)
+            new[id(held)] = type(held)(*items) if is_namedtuple(held) else type(held)(items)
         return new.get(id(held), held)
     new[id(held)] = held
     for key, old in list(inside.items() if isinstance(inside, dict) else enumerate(inside)):

@@ -80,7 +80,7 @@ def test_a_sharded_save_is_in_the_store_and_loads_from_there(url: str, tmp_path:
 def test_processes_upload(url: str):
     """As users have it, without what makes tests quick."""
     with found_by_composer(url) as client:
-        _run(Path(URI), SHARDED, until=5)
+        _run(URI, SHARDED, until=5)
         assert len(names_in(client)) == 4
 
 

@@ -30,7 +30,7 @@ STEPS, HALF = 10, 5
 
 
 def _run(
-    folder: Path,
+    folder: Path | str,
     fsdp2: dict[str, Any],
     *,
     until: int = STEPS,
