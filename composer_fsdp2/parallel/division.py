@@ -13,7 +13,7 @@ them:
 - `held.py`: which ranks hold a parameter such as an expert's, asked by the same rooms, by norms and
   by tensor parallelism; `layer_of` a unit, asked by `shard`, the monitor and unused parameters.
   Before anything is applied, `ShardUnit.holders` says it of units;
-- `sequence_attention`, which users call, and `draw_together`, for `generate`.
+- `sequence_attention`, which users call; `draw_together` and `whole_sequences`, for `generate`.
 
 So another way to divide a model is a folder beside these three, its setting, and one line in
 `TRANSFORMATIONS`. No file outside of a folder imports anything else from it. A transformation

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError, PlanError
+from composer_fsdp2.parallel.sequence.transformation import whole_sequences
 from composer_fsdp2.parallel.tensor.transformation import draw_together
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 from composer_fsdp2.shard.apply import reshard
@@ -167,9 +168,10 @@ def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     """
     draw_together(model, (args, kwargs))
     try:
-        if dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False:
-            return original(model, *args, **kwargs)
-        return _generate_in_step(original, model, args, kwargs)
+        with whole_sequences():
+            if dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False:
+                return original(model, *args, **kwargs)
+            return _generate_in_step(original, model, args, kwargs)
     finally:
         reshard(model)
 

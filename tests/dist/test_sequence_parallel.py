@@ -425,6 +425,25 @@ def test_evaluation_and_generation_get_whole_sequences(family: str):
         assert torch.equal(oracle.generate(prompt, **kwargs), model.generate(prompt, **kwargs))
 
 
+@pytest.mark.table("True-Mixtral", "False-MPT")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("family", ["Mixtral", "MPT"])
+@pytest.mark.parametrize("caches", [True, False])
+def test_ranks_generate_from_prompts_of_their_own(family: str, caches: bool):
+    """Those of a tensor group have the same, and those of a sequence other lengths and ends."""
+    oracle, model = twice(FAMILIES[family])
+    prepared(model, sequence_parallel=2, tensor_parallel=2)
+    number = dist.get_rank() // 2
+    prompt = (torch.arange(3 + 2 * number)[None] * 5 + number) % 23 + 1
+    kwargs = {"max_new_tokens": 2 + 3 * number, "do_sample": False, "pad_token_id": 0}
+    for one in (oracle, model):
+        one.train(caches)
+    kwargs["use_cache"] = caches
+    assert torch.equal(oracle.generate(prompt, **kwargs), model.generate(prompt, **kwargs))
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])

@@ -29,6 +29,7 @@ from composer_fsdp2.parallel.sequence.masks import (
     SequenceParts,
     SharedSequence,
 )
+from composer_fsdp2.parallel.sequence.transformation import are_whole
 from composer_fsdp2.ranks import raise_on_all_ranks
 
 __all__ = ["SequenceGroup"]
@@ -163,7 +164,7 @@ class SequenceGroup(RankGroup):
         self._current = self._labels = None
         self._is_inside = True
         # Keys of earlier words are whole on each rank, and a word alone cannot be divided.
-        generates = not module.training and given.get("use_cache")
+        generates = are_whole() or (not module.training and given.get("use_cache"))
         if self._is_idle or generates or given.get("past_key_values") is not None:
             return None
         if not self._is_tried and self.compare(given, module.training):
