@@ -109,7 +109,7 @@ def plan_activation(
 
     Raises:
         PlanError: when no module is chosen, one without `forward`, or a part of the settings
-            matches nothing.
+            matches nothing; when blocks of a model with a learned prefix are run again.
 
     Example:
         >>> from torch import nn
@@ -120,6 +120,8 @@ def plan_activation(
     """
     spec = settings if isinstance(settings, ActivationSpec) else ActivationSpec()
     tree, key = ModuleTree.read(model), "activation_checkpointing"
+    if settings is not False:
+        _refuse_learned_prefix(tree)
     selected = select_modules(tree, f"{key}.names", spec.names, spec.classes)
     positions = block_positions(tree)
     by_name, counts = spec.names or spec.classes, (spec.every, spec.target) != (None, None)
@@ -204,6 +206,20 @@ class ActivationCheckpointing(Transformation[ActivationPlan]):
                 "is run again in backward would write into the cache a second time.",
                 ", ".join(switched),
             )
+
+
+def _refuse_learned_prefix(tree: ModuleTree) -> None:
+    """PEFT refuses it with its own checkpointing too, for the same reason."""
+    for _, module in tree.modules():
+        adapters = getattr(module, "peft_config", None)
+        for adapter in adapters.values() if isinstance(adapters, dict) else ():
+            if getattr(adapter, "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE"):
+                raise PlanError(
+                    f"The model has an adapter of {type(adapter).__name__}, and "
+                    "activation_checkpointing is asked for. Its prefix lies in a key-value cache, "
+                    "to which a block that is run again in backward would append once more. Take "
+                    "activation_checkpointing out, or use another adapter, as LoraConfig."
+                )
 
 
 def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> None:

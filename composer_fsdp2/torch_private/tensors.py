@@ -113,7 +113,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_namedtuple(value: object) -> bool:
-    """Whether it is of a class that `NamedTuple` makes; not of one below, as a PackedSequence is."""
+    """Whether its class is what `NamedTuple` makes; a PackedSequence is of a class below."""
     return type(value).__base__ is tuple and hasattr(value, "_fields")
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, PretrainedConfig
 
 from composer_fsdp2.blocks.activation import ActivationCheckpointing, plan_activation
+from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
 from tests.support.models import llama_config
 
@@ -75,3 +76,13 @@ def test_a_configuration_that_cannot_be_read_is_passed_over():
     model.model.rotary_emb.config = Closed.__new__(Closed)
     _applied(model, settings=True)
     assert not model.config.use_cache
+
+
+def test_a_learned_prefix_is_refused():
+    """It lies in the cache of every forward, which cannot be switched off."""
+    peft = pytest.importorskip("peft", reason="needs the extra peft")
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(LlamaForCausalLM(llama_config()), prefix)
+    with pytest.raises(PlanError, match="adapter of PrefixTuningConfig, and activation_ch"):
+        plan_activation(model)
+    plan_activation(model, settings=False, offload=True)
