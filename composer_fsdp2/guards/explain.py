@@ -9,6 +9,7 @@ which unit it has come to last. Every other error goes on as it is.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import traceback
 import warnings
@@ -187,6 +188,7 @@ def _uncast(run: Run) -> list[str]:
         {
             f"a {type(leaf).__name__}"
             for leaf in objects
+            if not dataclasses.is_dataclass(leaf)
             for value in getattr(leaf, "__dict__", {}).values()
             if isinstance(value, torch.Tensor) and value.is_floating_point()
         }

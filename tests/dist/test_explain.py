@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,13 +199,8 @@ def test_a_module_that_casts_its_inputs():
         step(model)
 
 
-@dataclasses.dataclass
-class Batch:
-    x: torch.Tensor
-
-
 class TakesObject(Block):
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: SimpleNamespace) -> torch.Tensor:
         return super().forward(batch.x)
 
 
@@ -213,12 +208,12 @@ def given_an_object() -> None:
     model = TakesObject()
     precision = {"param_dtype": "bf16", "cast_forward_inputs": True}
     prepare_fully_shard(model, None, {"mixed_precision": precision})
-    model(Batch(torch.ones(2, WIDTH)))
+    model(SimpleNamespace(x=torch.ones(2, WIDTH)))
 
 
 @pytest.mark.world_size(2)
 def test_tensors_in_an_object_that_nobody_casts():
-    with explained(r"given tensors in a Batch, .* give the model a dictionary"):
+    with explained(r"given tensors in a SimpleNamespace, .* give the model a dictionary"):
         given_an_object()
 
 
