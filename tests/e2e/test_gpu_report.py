@@ -35,6 +35,9 @@ def test_a_dry_run_has_all_steps_and_their_figures(tmp_path: Path):
         for name in ("machine", "tests", "quickstart", "step", "optimizer", "state")
         if name != "quickstart" or "llm-foundry" in report["machine"]["packages"]
     }
+    if {"llm-foundry", "peft"} <= set(report["machine"]["packages"]):
+        rows = ("mpt-760m", "mpt-760m-composer", "llama3-8b-lora")
+        expected |= {f"train-{row}": {"train"} for row in rows}
     assert {name: figures for name, figures in found.items() if figures} == expected
     table = (tmp_path / "gpu-report.md").read_text()
     assert table.startswith("A dry run on the CPU")
