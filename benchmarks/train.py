@@ -16,7 +16,7 @@ are timed, each with all of its work done; the line of a row has the medians.
     PYTHONPATH=. python benchmarks/train.py --row qwen3-0.6b-8k --compile
 
 `--peer composer` is Composer without this package: an unsharded model on one GPU, its FSDP1 on
-several. `--device cpu` trains tiny sizes in fp32 on two ranks, Composer's on one, to try the script.
+several. `--device cpu` trains tiny sizes in fp32, on two ranks and Composer's on one, for a try.
 """
 
 from __future__ import annotations

@@ -22,10 +22,12 @@ imports the rest of its folder on demand, so that runs without it do not load th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -51,7 +53,9 @@ __all__ = [
     "Division",
     "GroupSizes",
     "RankGroup",
+    "are_whole",
     "untried_items",
+    "whole_sequences",
 ]
 
 Plan = TypeVar("Plan")
@@ -75,6 +79,24 @@ TRIED = (
 )
 """Callbacks and algorithms of Composer and LLM Foundry that read no weights but those of state
 dicts, or only add up what `optim.norms` knows to be divided."""
+
+
+_WHOLE = ContextVar("whole sequences", default=False)
+
+
+@contextlib.contextmanager
+def whole_sequences() -> Generator[None]:
+    """Has each rank compute its own sequences, undivided, as `generate` needs. Collective: no."""
+    token = _WHOLE.set(True)
+    try:
+        yield
+    finally:
+        _WHOLE.reset(token)
+
+
+def are_whole() -> bool:
+    """Says whether the ranks of a group compute sequences of their own. Collective: no."""
+    return _WHOLE.get()
 
 
 def untried_items(items: Iterable[Any]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError, PlanError
-from composer_fsdp2.parallel.sequence.transformation import whole_sequences
+from composer_fsdp2.parallel.division import whole_sequences
 from composer_fsdp2.parallel.tensor.transformation import draw_together
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 from composer_fsdp2.shard.apply import reshard

@@ -20,7 +20,7 @@ from torch import nn
 
 from composer_fsdp2.blocks.fp8 import without_float8
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.division import RankGroup
+from composer_fsdp2.parallel.division import RankGroup, are_whole
 from composer_fsdp2.parallel.sequence.attention import attend, gather_sequence, whole_loss
 from composer_fsdp2.parallel.sequence.kinds import calls_loss_function, connect_composer_model
 from composer_fsdp2.parallel.sequence.masks import (
@@ -29,7 +29,6 @@ from composer_fsdp2.parallel.sequence.masks import (
     SequenceParts,
     SharedSequence,
 )
-from composer_fsdp2.parallel.sequence.transformation import are_whole
 from composer_fsdp2.ranks import raise_on_all_ranks
 
 __all__ = ["SequenceGroup"]

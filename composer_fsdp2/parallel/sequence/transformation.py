@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Iterable
-from contextvars import ContextVar
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,24 +16,7 @@ from composer_fsdp2.plan.module_tree import ModuleTree
 if TYPE_CHECKING:
     from composer_fsdp2.parallel.sequence.plan import SequencePlan
 
-__all__ = ["SequenceParallel", "are_whole", "whole_sequences"]
-
-_WHOLE = ContextVar("whole sequences", default=False)
-
-
-@contextlib.contextmanager
-def whole_sequences() -> Generator[None]:
-    """Has each rank compute its own sequences, undivided, as `generate` needs. Collective: no."""
-    token = _WHOLE.set(True)
-    try:
-        yield
-    finally:
-        _WHOLE.reset(token)
-
-
-def are_whole() -> bool:
-    """Says whether the ranks of a group compute sequences of their own. Collective: no."""
-    return _WHOLE.get()
+__all__ = ["SequenceParallel"]
 
 
 class SequenceParallel(Division["SequencePlan"]):
