@@ -54,7 +54,7 @@ def migrate(
     decisions: _Decisions = None,
     strict: Annotated[
         bool,
-        typer.Option(help="Exit code 1 also where behaviour changes, and when printing."),
+        typer.Option(help="Exit code 1 also where behaviour changes."),
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Only the report; exit code 1 if a decision is needed.")
@@ -70,7 +70,8 @@ def migrate(
     included, is in the new file unchanged. A decision that you have to take is a comment at its
     place there.
 
-    - `composer-fsdp2 migrate old.yaml -o new.yaml`: exit code 1 if something is left to decide
+    - `composer-fsdp2 migrate old.yaml -o new.yaml`: exit code 1 if something is left to decide; `>`
+    in place of `-o` writes the same file
 
     - `composer-fsdp2 migrate old.yaml --check`: the same, and nothing is written
 
@@ -112,8 +113,13 @@ def migrate(
         )
         prints = output is None and not check
         _show(report, prints=prints, as_json=as_json)
-        refused = [] if prints and not strict else [Status.DECISION, Status.UNSUPPORTED]
-        refused += [Status.CHANGES] if strict else []
+        is_open = [Status.DECISION, Status.UNSUPPORTED]
+        refused = [*is_open, Status.CHANGES] if strict else is_open
+        if output is not None and not check and not as_json:
+            again = f"composer-fsdp2 migrate {config} -o {output} --force --set KEY=VALUE"
+            goes_on = f"composer-fsdp2 parity {config} {output}"
+            left = report.having(*is_open)
+            typer.echo(f"\nNext: {again if left else goes_on}")
         raise typer.Exit(ExitCode.FAILED if report.having(*refused) else ExitCode.OK)
 
 

@@ -114,7 +114,7 @@ _ROWS = (
         ("NO_SHARD",),
     ),
     *_PRECISION,
-    Row("state_dict_type", KEPT, "means the same", ("full", "sharded")),
+    Row("state_dict_type", KEPT, "means the same", ("full", "sharded"), {"state_dict_type": SAME}),
     Row(
         "state_dict_type",
         DECISION,
@@ -243,7 +243,7 @@ def _finish_fsdp1(context: Context) -> None:
         if entry is not None and entry.status in (DECISION, NOT_NEEDED):
             continue
         if entry is not None and entry.value == value:
-            entry.becomes = {name: SAME}
+            entry.becomes = {name: entry.becomes.get(name, SAME)}  # `--set` is not in the text
         elif name == "state_dict_type":
             context.add("FSDP1's default was full, FSDP2's is sharded", **{name: value})
         elif entry is not None and value is not None:
@@ -297,9 +297,11 @@ def _converted(context: Context) -> dict[str, Any]:
 
 def _drop_monolith(context: Context, default: str) -> None:
     entry = context.entries.get("load_monolith_rank0_only")
-    kind = str(context.value("state_dict_type", default)).lower()
-    if entry and entry.value is True and kind == "sharded":
+    kind, named = context.value("state_dict_type", default), context.entries.get("state_dict_type")
+    if entry and entry.value is True and str(kind).lower() == "sharded":
         entry.become(NOT_NEEDED, "has no effect on sharded checkpoints")
+    elif entry and entry.value is True and named and named.is_open:
+        entry.decide("needs full checkpoints, and their kind is open", f"{named.key}=full")
 
 
 FSDP1 = Dialect(

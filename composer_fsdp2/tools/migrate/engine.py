@@ -11,6 +11,7 @@ from composer_fsdp2.config.fsdp1 import FSDP1_STRATEGIES
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry.findings import findings_of
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.tools.migrate import (
     accelerate,
@@ -350,17 +351,28 @@ def _parts(
 
 
 def _check_together(entries: Sequence[Entry], world_size: int | None) -> None:
-    """Makes decisions of the keys whose settings cannot hold together, the degrees first."""
-    degrees = [e for e in entries if any("degree" in setting for setting in e.becomes)]
-    for blamed in (degrees, entries):
+    """Makes decisions of the keys without which a mistake of all settings together goes."""
+
+    def mistakes(entries: Sequence[Entry]) -> list[str]:
         settings = {k: v for entry in entries for k, v in _plain(entry).items()}
         try:
             config = parse_config(settings)
             if world_size is not None:
                 MeshShape.resolve(config, world_size)
         except ConfigError as error:
-            for entry in (entry for entry in blamed if entry.becomes):
-                entry.decide(str(error), f"{entry.key}=<another value>")
+            return [f"{found.what} {found.advice}" for found in findings_of(error)]
+        return []
+
+    while told := mistakes(entries):
+        written = [entry for entry in entries if entry.becomes]
+        gone: list[tuple[Entry, list[str]]] = []
+        for entry in written:
+            left = mistakes([other for other in entries if other is not entry])
+            gone.append((entry, [text for text in told if text not in left]))
+        # Of mistakes that two keys make, each without the other, both have a part.
+        blamed = [pair for pair in gone if pair[1]] or [(entry, told) for entry in written]
+        for entry, texts in blamed:
+            entry.decide(" ".join(texts), f"{entry.key}=<another value>")
 
 
 # --- The whole file: its dialect, its interpolations, and where its settings stand. ---

@@ -337,6 +337,34 @@ def test_a_full_checkpoint_option_without_effect_is_left_out():
     assert settings_of(migrate(text)) == {"state_dict_type": "sharded"}
 
 
+LOCAL = {
+    "sharding_strategy": "FULL_SHARD",
+    "state_dict_type": "local",
+    "load_monolith_rank0_only": True,
+    "activation_checkpointing": True,
+}
+
+
+def test_an_open_decision_leaves_the_other_keys_alone():
+    report = migrate(dump({"fsdp_config": LOCAL}))
+    assert [entry.path[-1] for entry in report.having(DEC)] == list(LOCAL)[1:3]
+    kept = {"reshard_after_forward": "auto", "activation_checkpointing": True}
+    assert settings_of(report) == kept
+    decided = migrate(dump({"fsdp_config": LOCAL}), decisions={"state_dict_type": "full"})
+    whole = {"state_dict_type": "full", "load_monolith_rank0_only": True}
+    assert settings_of(decided) == {**kept, **whole}
+    assert "state_dict_type: full" in decided.text
+
+
+def test_only_the_keys_of_a_contradiction_are_decisions():
+    block = {SHARD: -1, REPLICATE: -1, "verbose": True, "activation_checkpointing": True}
+    report = migrate(dump({"fsdp_config": block}))
+    assert [entry.path[-1] for entry in report.having(DEC)] == [REPLICATE]
+    block = {SHARD: 3, "verbose": True}
+    report = migrate(dump({"fsdp_config": block}), world_size=4)
+    assert [entry.path[-1] for entry in report.having(DEC)] == [SHARD]
+
+
 VERSION2 = [
     ("reshard_after_forward", True, C, {"reshard_after_forward": "auto"}),
     ("reshard_after_forward", False, K, {"reshard_after_forward": False}),
@@ -450,6 +478,15 @@ def test_command_writes_beside_the_input(tmp_path):
     assert old.read_text() == COMMENTED
 
 
+def test_command_says_what_comes_next(tmp_path):
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(dump({"fsdp_config": {"state_dict_type": "local"}}))
+    said = run(old, "-o", new, code=1).splitlines()
+    assert said[-1] == f"Next: composer-fsdp2 migrate {old} -o {new} --force --set KEY=VALUE"
+    said = run(old, "-o", new, "--force", "--set", "state_dict_type=full").splitlines()
+    assert said[-1] == f"Next: composer-fsdp2 parity {old} {new}"
+
+
 def test_a_file_that_exists_stays_unless_forced(tmp_path):
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
     old.write_text(COMMENTED)
@@ -463,12 +500,12 @@ def test_a_file_that_exists_stays_unless_forced(tmp_path):
 def test_command_exit_codes(tmp_path):
     file = tmp_path / "old.yaml"
     file.write_text(dump({"fsdp_config": {"auto_wrap": False, "use_orig_params": False}}))
-    run(file)
+    assert run(file, code=1).startswith("parallelism_config:")
     run(file, "--check", code=1)
     run(file, "--check", "--set", "auto_wrap=true")
     run(file, "--strict", "--set", "auto_wrap=true", code=1)
     run(file, "--strict", "--set", "auto_wrap=null", "--set", "use_orig_params=true")
-    found = json.loads(run(file, "--json"))
+    found = json.loads(run(file, "--json", code=1))
     assert found["dialect"] == "composer"
     assert found["keys"][0]["status"] == "needs a decision"
 

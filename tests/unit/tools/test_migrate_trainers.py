@@ -422,7 +422,7 @@ def test_an_open_decision_is_a_comment_at_its_place(tmp_path):
     check_stable(migrate(HYBRID))
     assert run(old, "-o", new, "--force", "--gpus-per-node", 4).exit_code == 0
     assert DEC.value not in new.read_text()
-    assert run(old).exit_code == 0
+    assert run(old).exit_code == 1
 
 
 def test_keys_with_one_reason_share_a_line(tmp_path):
