@@ -136,11 +136,13 @@ def diagnose(
             "Give the training YAML they are for."
         )
     cluster = cluster_of(ranks, gpus_per_node)
-    machine, run, found, units, step = _read_machine(), None, list[Finding](), None, None
+    machine, run, units, step = _read_machine(), None, None, None
+    wrong, found = list[Finding](), list[Finding]()
     if config is not None:
         try:
             cfg = run_file.read_run(config, overrides)
             check_is_run(config, cfg)
+            cfg, wrong = run_file.without_mistakes(cfg)
             parsed = run_file.read_parallelism(cfg)
             fsdp2 = requests_fsdp2(parsed)
             other = "neither" if parsed.get("fsdp_config") is None else "FSDP1"
@@ -178,7 +180,7 @@ def diagnose(
                 found.append(Finding("warning", *meant))
         except OWN_ERRORS as error:
             found = list(findings_of(error))
-    findings = examine(machine, run, found)
+    findings = examine(machine, run, [*wrong, *found])
     return Report(machine=machine, run=run, findings=findings, units=units, predicted_step=step)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -28,6 +29,9 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.foundry import run_file
 from composer_fsdp2.foundry.cluster import LAUNCHED
 from composer_fsdp2.foundry.transform import requests_fsdp2
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 __all__ = ["app", "main"]
 
@@ -155,7 +159,9 @@ def train(
             typer.echo(f"\nThe plan:\n{report.units}")
         next_step = "The run would fail: correct the problems above first."
         if report.exit_code is ExitCode.OK:
-            next_step = f"Without --dry-run it trains: composer-fsdp2 train {run}"
+            command = ["composer-fsdp2", "train", str(run), *(overrides or [])]
+            command += [] if ranks is None else ["--ranks", str(ranks)]
+            next_step = f"Without --dry-run it trains: {shlex.join(command)}"
         typer.echo(f"\nNothing was started. {next_step}")
         raise typer.Exit(report.exit_code)
 
@@ -189,45 +195,81 @@ def _start_or_join(
     *,
     check: bool = False,
 ) -> None:
-    import torch
-
     from composer_fsdp2.tools.migrate.signs import check_is_run
-    from composer_fsdp2.tools.parity import check_room
 
     with reported():
         read = run_file.read_run(run, overrides, jobs=False)
-        check_is_run(run, read)
+        check_is_run(run, read, trains=command == "train")
         run_file.check_installed()
-        cfg = run_file.read_parallelism(read)
-        if launch.under_launcher():
-            if ranks or log_dir:
-                raise ConfigError(
-                    "--ranks or --log-dir is given, but a launcher has already started the ranks. "
-                    "It would have no effect. Remove it, and give the launcher its own option."
-                )
-            # The first rank alone, and not in a run that goes on after a failure.
-            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            begins = (os.environ["RANK"], restarts) == ("0", "0")
-            if check and begins and not launch.under_own_launcher():
-                # The others wait where ranks meet: `dist_timeout` at most.
-                limit = run_file.read_setting(read, "dist_timeout")
-                limit = limit / 2 if isinstance(limit, int | float) else 300
-                _ask_doctor(run, overrides, int(os.environ["WORLD_SIZE"]), limit)
-            work = _train_from_yaml if command == "train" else _evaluate_from_yaml
-            _run_here(work, run, overrides, cfg)
+        if not launch.under_launcher():
+            _start(command, run, overrides, ranks, log_dir, read, check=check)
             return
-        number = ranks or launch.default_ranks()
+        cfg = run_file.read_parallelism(read)
+        if ranks or log_dir:
+            raise ConfigError(
+                "--ranks or --log-dir is given, but a launcher has already started the ranks. "
+                "It would have no effect. Remove it, and give the launcher its own option."
+            )
+        # The first rank alone, and not in a run that goes on after a failure.
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        begins = (os.environ["RANK"], restarts) == ("0", "0")
+        if check and begins and not launch.under_own_launcher():
+            # The others wait where ranks meet: `dist_timeout` at most.
+            limit = run_file.read_setting(read, "dist_timeout")
+            limit = limit / 2 if isinstance(limit, int | float) else 300
+            _ask_doctor(run, overrides, int(os.environ["WORLD_SIZE"]), limit)
+        work = _train_from_yaml if command == "train" else _evaluate_from_yaml
+        _run_here(work, run, overrides, cfg)
+
+
+def _start(
+    command: str,
+    run: Path,
+    overrides: list[str],
+    ranks: int | None,
+    log_dir: Path | None,
+    read: DictConfig,
+    *,
+    check: bool,
+) -> None:
+    """Starts the ranks of a run, and says at the end where its newest checkpoint is."""
+    import torch
+
+    from composer_fsdp2.tools.parity import check_room
+
+    number = ranks or launch.default_ranks()
+    try:
+        cfg = run_file.read_parallelism(read)
         run_file.check_ranks(cfg, number)
-        if ranks:
-            check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
-        if (meant := run_file.epochs_meant(read)) is not None:
-            say(f"[yellow]{escape(' '.join(meant))}[/]")
+    except ConfigError:
         if check:
-            _ask_doctor(run, overrides, number)
-        if (cfg.get("fsdp_config") or {}).get("cpu_offload"):  # the optimizer steps on the CPU
-            threads = max(1, len(os.sched_getaffinity(0)) // number)
-            os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+            _ask_doctor(run, overrides, number)  # finds the other mistakes as well
+        raise
+    if ranks:
+        check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
+    if (meant := run_file.epochs_meant(read)) is not None:
+        say(f"[yellow]{escape(' '.join(meant))}[/]")
+    if check:
+        _ask_doctor(run, overrides, number)
+    if (cfg.get("fsdp_config") or {}).get("cpu_offload"):  # the optimizer steps on the CPU
+        threads = max(1, len(os.sched_getaffinity(0)) // number)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
         _launch([command, str(run), *overrides], number, log_dir)
+    except SystemExit:
+        say(f"\n{escape(_stopped(read))}")
+        raise
+    if command == "train" and (saved := run_file.newest_checkpoint(read)) is not None:
+        say(f"[dim]Done. The newest checkpoint is {escape(str(saved))}[/]")
+
+
+def _stopped(cfg: DictConfig) -> str:
+    """Says how a run that was told to stop goes on."""
+    if (saved := run_file.newest_checkpoint(cfg)) is None:
+        return "Stopped, and no checkpoint was found: the same command begins anew."
+    if run_file.read_setting(cfg, "autoresume"):
+        return f"Stopped. The same command goes on from {saved}."
+    return f"Stopped. To go on from the newest checkpoint, add to the command: load_path={saved}"
 
 
 def _ask_doctor(

@@ -12,13 +12,23 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import ModuleType
-from typing import Any
+from dataclasses import is_dataclass
+from types import ModuleType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from composer_fsdp2.config.messages import ascii_repr, nearest, raise_errors
+import torch
+
+from composer_fsdp2.config.messages import ascii_repr, invalid_value, nearest, raise_errors
 from composer_fsdp2.text import listed
 
-__all__ = ["NAME", "check_eval_keys", "refuse_unknown", "unknown_keys", "unknown_parts"]
+__all__ = [
+    "NAME",
+    "check_eval_keys",
+    "refuse_unknown",
+    "unknown_keys",
+    "unknown_parts",
+    "wrong_kinds",
+]
 
 NAME = "composer_fsdp2_names"
 """in LLM Foundry's registry of config transforms"""
@@ -48,6 +58,8 @@ _GIVEN = ("self", "params", "train_config", "tokenizer", "device_batch_size")
 """arguments that no configuration writes"""
 _UNDER_MODELS = ("model", "tokenizer", "model_name", "load_path")
 """keys that LLM Foundry's evaluation takes at the top of a run as well"""
+_NO_TEXT = (type(None), torch.Tensor)
+"""what else an argument may take that is a number"""
 _DELETED = re.compile(r"\bdel\b[^\n]*\bkwargs\b")
 _HANDED_UP = re.compile(r"super\(\)\.__init__\([^()]*\*\*kwargs[\s,]*\)")
 
@@ -125,6 +137,28 @@ def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[str]:
         yield from _of_tokenizer(tokenizer)
 
 
+def wrong_kinds(where: str, called: Any, block: Mapping[Any, Any]) -> Iterator[str]:
+    """Yields sentences about words and blocks in the place of numbers.
+
+    Args:
+        where: the beginning of the keys, with its dot.
+        called: declares the arguments, with types.
+        block: the values.
+    """
+    declares = getattr(called, "__init__", called) if isinstance(called, type) else called
+    try:
+        hints = get_type_hints(called if is_dataclass(called) else declares)
+    except (NameError, TypeError):  # of a name that is imported for type checkers alone
+        return
+    for key, value in block.items():
+        hint = hints.get(key)
+        kinds = {*get_args(hint)} if get_origin(hint) in (Union, UnionType) else {hint}
+        numbers = kinds & {int, float, bool}
+        if isinstance(value, str | list | dict) and numbers and kinds <= {*numbers, *_NO_TEXT}:
+            expected = "true or false" if numbers == {bool} else "a number"
+            yield invalid_value(f"{where}{key}", value, expected)
+
+
 # --- Names. ---
 
 
@@ -170,6 +204,7 @@ def _unread(
         read_too: others that are read; `None` if an unknown argument is refused when the part is
             built.
     """
+    names = list(dict.fromkeys(names))  # a class and its base may name the same
     shown = ", ".join(names)
     left_out = "" if read_too is None else " The run would train as if it were not there."
     for key in block:
@@ -187,6 +222,7 @@ def _of_part(where: str, name: str, called: Any, block: dict[Any, Any]) -> Itera
     from streaming import StreamingDataset
 
     title = getattr(called, "__name__", str(called))
+    yield from wrong_kinds(f"{where}.", called, block)
     names = _arguments_of(called)
     if names is not None:
         yield from _unread(where, title, names, block, () if _declared(called)[1] else None)

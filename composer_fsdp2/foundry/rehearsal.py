@@ -50,17 +50,20 @@ from streaming import StreamingDataset
 from torch import nn
 from transformers import modeling_utils
 
+from composer_fsdp2.checkpoint.source import detect_kind
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
+from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.foundry.cluster import LAUNCHED, Cluster, environment
-from composer_fsdp2.foundry.findings import Findings
-from composer_fsdp2.foundry.names import NAME, refuse_unknown
+from composer_fsdp2.foundry.findings import Findings, findings_of
+from composer_fsdp2.foundry.names import NAME, refuse_unknown, wrong_kinds
 from composer_fsdp2.foundry.registered import register, register_names
 from composer_fsdp2.parallel.division import Division, GroupSizes
 from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.shard.apply import collector_paused
 from composer_fsdp2.trainer.extensions import check_extensions, items_of
+from composer_fsdp2.trainer.load import check_checkpoint
 from composer_fsdp2.trainer.patches import engine
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
@@ -140,6 +143,10 @@ def _read_config(
 ) -> tuple[dict[str, Any], Any] | None:
     """Reads the run as LLM Foundry does; returns the configuration for loggers, and its own."""
     transforms, given = [*registry.config_transforms.get_all()], cfg
+    with found.step("The configuration"):
+        for text in wrong_kinds("", TrainConfig, OmegaConf.to_container(cfg, resolve=True)):
+            what, _, advice = text.rpartition(". ")
+            found.add(f"The configuration: {what}.", advice)
     # Goes on with a batch that can be divided, then with known keys alone, to find other mistakes.
     for names in (transforms, transforms, [name for name in transforms if name != NAME]):
         with found.step("The configuration"), environment(cluster.first_rank()):
@@ -207,6 +214,7 @@ def _build(found: Rehearsal, logged: dict[str, Any], config: Any, cluster: Clust
     with found.step("The Trainer"):
         state = State(model=model, rank_zero_seed=0, run_name=run_name, device=DeviceCPU(), **given)
         _start(found, config, state, Logger(state, loggers), scheduler, loader)
+        _check_load_path(found, config, run_name, state)
     if (config.fsdp_config or {}).get("version") == 2:
         _plan(found, config, model, given, cluster)
 
@@ -374,10 +382,7 @@ def _check_arguments(
                 raise ValueError(
                     f"a clipping_threshold of {threshold} turns gradients round, or to 0"
                 )
-    with found.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
-        path = config.load_path
-        if path is not None and "://" not in path:
-            os.stat(format_name_with_dist(path, run_name))
+    _check_load_path(found, config, run_name)
     folder = config.save_folder
     if folder is not None and "://" not in folder:
         path = Path(format_name_with_dist(folder, run_name)).absolute()
@@ -418,6 +423,30 @@ def _start(
             with found.step("scheduler"):
                 state.set_dataloader(loader, "train")
                 scheduler(state)
+
+
+def _check_load_path(
+    found: Rehearsal, config: Any, run_name: str, state: State | None = None
+) -> None:
+    """Checks a checkpoint on this disk: its names and shapes too, once the model is built."""
+    path, is_fsdp2 = config.load_path, (config.fsdp_config or {}).get("version") == 2
+    if path is None or "://" in path or path.endswith(".symlink"):
+        return
+    with found.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
+        local = Path(format_name_with_dist(path, run_name))
+        try:
+            detect_kind(local)
+            if state is not None and is_fsdp2:
+                check_checkpoint(
+                    local,
+                    state,
+                    config.load_weights_only,
+                    config.load_strict_model_weights,
+                    config.load_ignore_keys,
+                )
+        except CheckpointError as error:
+            for finding in findings_of(error):
+                found.add(f"load_path: {finding.what}", finding.advice)
 
 
 # --- The plan. ---

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry.findings import Finding, findings_of
 from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config, requests_fsdp2
 
 if TYPE_CHECKING:
@@ -19,10 +22,12 @@ __all__ = [
     "check_ranks",
     "epochs_meant",
     "merge",
+    "newest_checkpoint",
     "read_parallelism",
     "read_run",
     "read_setting",
     "read_yaml",
+    "without_mistakes",
 ]
 
 _BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
@@ -96,6 +101,55 @@ def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
             "depend on it. Correct the name between '${' and '}'."
         ) from None
     return parse_run_config(resolved)
+
+
+def without_mistakes(cfg: DictConfig) -> tuple[DictConfig, list[Finding]]:
+    """Returns a run with the settings of FSDP2 that can be read, and what is wrong with the rest.
+
+    So its other mistakes are found as well.
+    """
+    from omegaconf import OmegaConf
+
+    from composer_fsdp2.config.schema import parse_config
+
+    try:
+        read_parallelism(cfg)
+        return cfg, []
+    except ConfigError as error:
+        wrong = list(findings_of(error))
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    block = plain.get("parallelism_config")
+    block = block if isinstance(block, Mapping) else {}
+    written, right = block.get("fsdp2") or plain.get("fsdp_config"), dict[str, Any]()
+    for key, value in written.items() if isinstance(written, Mapping) else ():
+        with contextlib.suppress(ConfigError):
+            parse_config({key: value})
+            right[key] = value
+    rest = {key: value for key, value in plain.items() if key not in _BLOCKS}
+    beside = {key: value for key, value in block.items() if key not in ("fsdp", "fsdp2")}
+    for settings in ({**beside, "fsdp2": right}, {"fsdp2": right}):
+        found: Any = OmegaConf.create({**rest, "parallelism_config": settings})
+        with contextlib.suppress(ConfigError):
+            read_parallelism(found)
+            return found, wrong
+    defaults: Any = OmegaConf.create({**rest, "parallelism_config": {"fsdp2": {}}})
+    return defaults, wrong
+
+
+def newest_checkpoint(cfg: DictConfig) -> Path | None:
+    """Returns what the newest link in the run's `save_folder` points to; `None` without one.
+
+    A run that resumes by itself goes on from there. Without `run_name` its folder is not known, nor
+    is what an object store holds.
+    """
+    folder = read_setting(cfg, "save_folder")
+    run_name = read_setting(cfg, "run_name") or os.environ.get("RUN_NAME")
+    if not isinstance(folder, str) or "://" in folder:
+        return None
+    links = Path(folder.replace("{run_name}", str(run_name))).rglob("*")
+    links = [path for path in links if path.is_symlink() and path.exists()]
+    newest = max(links, key=lambda path: path.lstat().st_mtime, default=None)
+    return None if newest is None else Path(os.path.relpath(newest.resolve()))
 
 
 def check_ranks(parsed: Mapping[str, Any], ranks: int) -> None:

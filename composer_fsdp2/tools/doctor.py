@@ -326,6 +326,15 @@ def _network(machine: Machine, run: Run | None) -> Iterator[Finding]:
 
 
 def _asked(run: Run) -> Iterator[Finding]:
+    # On one rank LLM Foundry drops the settings and trains without FSDP1.
+    without_gpu = run.asks == "FSDP1" and not run.on_gpus and run.ranks > 1
+    if without_gpu:
+        yield Finding(
+            "problem",
+            "The settings are FSDP1's, which shards on GPUs alone, and there is no GPU. The run "
+            "would stop when it shards the model.",
+            f"composer-fsdp2 migrate {run.path} -o NEW.yaml",
+        )
     yield from _warnings(
         (
             run.asks == "neither",
@@ -333,7 +342,7 @@ def _asked(run: Run) -> Iterator[Finding]:
             "Write `parallelism_config: {fsdp2: {}}`.",
         ),
         (
-            run.asks == "FSDP1",
+            run.asks == "FSDP1" and not without_gpu,
             "The settings are FSDP1's, and the run would use FSDP1.",
             f"composer-fsdp2 migrate {run.path} -o NEW.yaml",
         ),

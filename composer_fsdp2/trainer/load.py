@@ -39,6 +39,7 @@ from composer_fsdp2.checkpoint.source import (
     Kind,
     detect_kind,
     flatten,
+    open_checkpoint,
 )
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
@@ -68,7 +69,7 @@ from composer_fsdp2.trainer.load_steps import (
 )
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
-__all__ = ["load_checkpoint"]
+__all__ = ["check_checkpoint", "load_checkpoint"]
 
 _MUON = "Muon"
 """name of the class, under which Composer keeps the state of Muon"""
@@ -109,6 +110,26 @@ def load_checkpoint(
             return load.apply(
                 load.read(local, remote), logger, exclude_algorithms, algorithm_passes
             )
+
+
+def check_checkpoint(
+    path: Path, state: State, weights_only: bool, strict: bool, ignore: Ignore
+) -> None:
+    """Compares a checkpoint with a run that is not sharded yet, and reads no tensor.
+
+    Collective: no. The arguments are those of `load_checkpoint`.
+
+    Raises:
+        CheckpointError: names or shapes of the model differ, or it lacks what the run goes on with.
+    """
+    load = _Load(state, weights_only, strict, ignore)
+    load.saved = open_checkpoint(path)
+    wanted: StateDict = {"model": dict(state.model.state_dict())}
+    if not weights_only:
+        wanted["optimizers"] = {type(optimizer).__qualname__: {} for optimizer in state.optimizers}
+    asked = drop_keys({"state": wanted}, ignore)
+    load.carry(asked)
+    load.check_parts(asked)
 
 
 def _state_type(state: State, kind: Kind) -> contextlib.AbstractContextManager[None]:

@@ -191,8 +191,13 @@ _SIGNS: Mapping[str, frozenset[str]] = {
 }
 
 
-def check_is_run(path: File, cfg: DictConfig) -> None:
-    """Refuses a file that another trainer reads, and says which command is for it.
+def check_is_run(path: File, cfg: DictConfig, *, trains: bool = True) -> None:
+    """Refuses a file that another trainer or another command reads, and says which command.
+
+    Args:
+        path: of the file.
+        cfg: what is in it.
+        trains: whether it has to be a training run, and no evaluation.
 
     Raises:
         ConfigError: it is one.
@@ -200,6 +205,11 @@ def check_is_run(path: File, cfg: DictConfig) -> None:
     from omegaconf import OmegaConf
 
     data: Any = OmegaConf.to_container(cfg, resolve=False)
+    if trains and isinstance(data, dict) and "models" in data and "train_loader" not in data:
+        raise ConfigError(
+            f"'{path}' is an evaluation of LLM Foundry: it has `models` and no train_loader. There "
+            f"is nothing to train. Run `composer-fsdp2 eval {path}`."
+        )
     if not isinstance(data, dict) or _OF_A_RUN & data.keys():
         return
     kind = max(_SIGNS, key=lambda kind: len(_SIGNS[kind] & data.keys()))

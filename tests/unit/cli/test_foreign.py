@@ -55,6 +55,14 @@ def test_a_file_of_another_trainer_is_named(invoke, write, kind: str, command: s
     assert f"composer-fsdp2 migrate {path}" in said
 
 
+@pytest.mark.parametrize("command", ["train", "doctor", "plan"])
+def test_an_evaluation_is_told_of_its_command(invoke, write, command: str):
+    path = write("models: []\nicl_tasks: x.yaml\nmax_seq_len: 8\n")
+    result = invoke(command, path)
+    assert result.exit_code == code(command)
+    assert f"composer-fsdp2 eval {path}" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_job_of_mcli_is_named(invoke, write, command: str):
     result = invoke(command, write("image: x\nparameters: {max_duration: 1ep}\n"))

@@ -173,6 +173,13 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "parallelism_config: {fsdp2: {}}",
     ),
     "FSDP1": (MACHINE, fsdp1(path="a.yaml"), "warning", "FSDP1's", "migrate a.yaml -o NEW.yaml"),
+    "FSDP1 without a GPU": (
+        MACHINE,
+        fsdp1(path="a.yaml", **CPU),
+        "problem",
+        "there is no GPU",
+        "migrate a.yaml -o NEW.yaml",
+    ),
     "one rank": (MACHINE, run(ranks=1), "warning", "nobody to share with", "--ranks 2"),
     "degrees": (
         MACHINE,
@@ -533,13 +540,13 @@ def test_a_bad_config_is_found_for_what_train_says(doctor, write, case: str):
     text, overrides = BAD[case]
     path = write(text)
     result = doctor(path, *overrides, "--json")
-    trained = CliRunner().invoke(main.app, ["train", str(path), *overrides])
+    trained = CliRunner().invoke(main.app, ["train", str(path), *overrides, "--no-check"])
     assert (result.exit_code, trained.exit_code) == (1, 2)
     found = json.loads(result.stdout)["findings"]
-    problems = [one for one in found if one["level"] == "problem"]
-    assert len(problems) == (2 if case == "several" else 1)
-    for one in problems:
-        assert f"{one['what']} {one['advice']}" in " ".join(trained.stderr.split())
+    problems = [f"{one['what']} {one['advice']}" for one in found if one["level"] == "problem"]
+    said = " ".join(trained.stderr.split())
+    # doctor goes on to all other keys, which these files lack.
+    assert sum(problem in said for problem in problems) == (2 if case == "several" else 1)
     in_words = doctor(path, *overrides)
     assert in_words.exit_code == 1
     assert "problem: " in in_words.stdout
@@ -626,5 +633,5 @@ def test_json_of_a_bad_config(doctor, write):
     result = doctor(write("parallelism_config: 3"), "--json")
     assert result.exit_code == 1
     document = json.loads(result.stdout)
-    assert (document["run"], document["error"]) == (None, None)
+    assert document["error"] is None
     assert any("takes a mapping" in found["what"] for found in document["findings"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -34,8 +35,20 @@ GPUS = ("--ranks", "8", "--gpus-per-node", "8")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
     foundry.write_assets(folder)
-    (folder / ".metadata").touch()  # of a checkpoint to load
+    _write_checkpoint(folder / "checkpoint.pt")
     return folder
+
+
+def _write_checkpoint(file: Path) -> None:
+    from llmfoundry.models.mpt import ComposerMPTCausalLM
+
+    block = {key: value for key, value in foundry.MODEL.items() if key != "name"}
+    state = {
+        "model": ComposerMPTCausalLM(tokenizer=None, **block).state_dict(),
+        "optimizers": {"DecoupledAdamW": {"param_groups": []}},
+        "timestamp": {"Timestamp": {"batch": 4}},
+    }
+    torch.save({"state": state, "rng": []}, file)
 
 
 @pytest.fixture
@@ -72,7 +85,7 @@ def test_a_good_run_passes(doctor, assets: Path, kind: str):
             },
             "eval_loader": foundry.loader_of(assets, "val", kind),
             "save_folder": "runs/{run_name}/checkpoints",
-            "load_path": str(assets),
+            "load_path": f"{assets}/checkpoint.pt",
         },
         loader=kind,
     )
@@ -92,7 +105,8 @@ def test_a_run_that_begins_anew_over_checkpoints(doctor, assets: Path, tmp_path:
     assert len(re.findall(r"(?<!\d )problem: ", said)) == 1
     assert f"problem: '{tmp_path}/old' has a checkpoint of a later time" in said
     assert "Write autoresume: true" in said
-    ways = ("autoresume=true", "save_overwrite=true", f"load_path={assets}", "run_name=new")
+    load = f"load_path={assets}/checkpoint.pt"
+    ways = ("autoresume=true", "save_overwrite=true", load, "run_name=new")
     for way in (*ways, "parallelism_config.fsdp2.sharded_ckpt_prefix_dir=step{batch}"):
         code, said = doctor(settings, way)
         assert code == 0, said
@@ -131,6 +145,46 @@ def test_all_mistakes_are_said_at_once(doctor, assets: Path):
     assert code == 1
     for word in ("'adm'", "'max_durations'", "'x'", "'seeds'"):
         assert word in said
+
+
+def test_a_mistake_in_fsdp2_and_words_for_numbers_hide_nothing(doctor, assets: Path):
+    changes = {
+        f"{FSDP2_KEY}.verbos": True,
+        "global_train_batch_size": "eight",
+        "optimizer.lr": "6e-4x",
+        "callbacks": {"x": {}},
+    }
+    code, said = doctor(changed(good(assets), changes))
+    assert code == 1
+    for words in ("'verbos'", "global_train_batch_size: 'eight'", "lr: '6e-4x'", "'x' is in no"):
+        assert words in said
+    assert len(re.findall(r"(?<!\d )problem: ", said)) == len(changes)
+
+
+CHECKPOINTS = {
+    "folder above": ("", {}, "load_path: '{}' is no checkpoint"),
+    "another model": ("checkpoint.pt", {"model.n_layers": 4}, "blocks.3.attn.Wqkv.weight"),
+    "another size": (
+        "checkpoint.pt",
+        {"model.d_model": 32},
+        "(300, 16), run (300, 32)",
+    ),
+    "another optimizer": ("checkpoint.pt", {"optimizer.name": "decoupled_lionw"}, "DecoupledAdamW"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit_is_a_problem(doctor, assets: Path, case: str):
+    file, changes, words = CHECKPOINTS[case]
+    settings = changed(good(assets), {"load_path": f"{assets}/{file}", **changes})
+    if case == "another optimizer":
+        settings["optimizer"].pop("eps")
+    code, said = doctor(settings)
+    assert code == 1, said
+    assert words.format(assets) in said
+    assert len(re.findall(r"(?<!\d )problem: ", said)) == 1
+    if case == "another optimizer":
+        assert doctor({**settings, "load_weights_only": True})[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -268,7 +322,7 @@ COMPLETE = [path for path in RUNS if path.parent.name == "complete"]
 def test_a_run_to_start_from_wants_its_data_alone(doctor, assets: Path, path: Path):
     streams = "local" in yaml.safe_load(path.read_text())["train_loader"]["dataset"]
     kind = "mds" if streams else "finetuning"
-    start = [f"variables.checkpoint={assets}"] if path.stem == "mpt-7b" else []
+    start = ["variables.checkpoint=s3://bucket/ep0-ba50000"] if path.stem == "mpt-7b" else []
     code, said = doctor(path, *GPUS, *start)
     assert code == 1
     assert "/my-" in said or "'my-" in said
