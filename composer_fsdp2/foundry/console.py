@@ -1,6 +1,7 @@
 """One line an interval on the console of `composer-fsdp2 train`, in place of Composer's twenty.
 
-The keys `progress_bar`, `log_to_console` and `console_log_interval` keep their meaning. Composer's
+The keys `progress_bar`, `log_to_console` and `console_log_interval` keep their meaning, and
+`python_log_level` is `warning` where it is not written. Composer's
 console logger prints every metric on a line of its own, on every rank; here rank 0 prints one line
 with loss, speed, MFU, memory and time left. A progress bar in a file or a pipe is a line for every
 step, so there it becomes lines at the interval.
@@ -36,6 +37,8 @@ def one_line_console(cfg: dict[str, Any]) -> dict[str, Any]:
     Args:
         cfg: the whole training config, plain values; stays as it is.
     """
+    # LLM Foundry's own default is debug: more lines than a short run has batches.
+    cfg = {**cfg, "python_log_level": cfg.get("python_log_level", "warning")}
     has_bar, has_lines = bool(cfg.get("progress_bar", False)), cfg.get("log_to_console", True)
     shows_bar = has_bar and sys.stderr.isatty()
     if not has_lines and shows_bar == has_bar:

@@ -204,12 +204,14 @@ def quickstart(monkeypatch, tmp_path):
 
 
 def test_a_dry_run_is_doctor_and_the_plan(quickstart):
-    done = quickstart()
+    done = quickstart("max_duration=4ba", "--ranks", "2")
     assert done.exit_code == 0, done.output
     report, _, plan = done.stdout.partition("\nThe plan:\n")
     assert "asks for         FSDP2" in report
     assert "model.transformer.blocks.0" in plan
-    assert "Nothing was started. Without --dry-run it trains" in plan
+    *_, last = plan.strip().splitlines()
+    assert last.startswith("Nothing was started. Without --dry-run it trains: composer-fsdp2 train")
+    assert last.endswith("max_duration=4ba --ranks 2")
 
 
 def test_a_dry_run_of_a_bad_run_is_exit_code_1(quickstart):

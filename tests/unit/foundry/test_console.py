@@ -49,6 +49,12 @@ def test_other_loggers_stay():
     ]
 
 
+def test_other_packages_log_warnings_alone_unless_asked():
+    assert one_line_console({"log_to_console": False})["python_log_level"] == "warning"
+    for level in ("debug", None):
+        assert one_line_console({"python_log_level": level})["python_log_level"] == level
+
+
 @pytest.mark.parametrize("interval", ["1sec", "10tok", "x"])
 def test_an_interval_that_cannot_be(interval):
     with pytest.raises(ValueError, match=r"(?i)console_log_interval|time string|convert"):
