@@ -118,6 +118,8 @@ same. Under torchrun rank 0 asks doctor, and the others wait for it.
 With `log_to_console: true`, which is the default, rank 0 prints one line every
 `console_log_interval`: loss, speed, MFU, memory and time left. `progress_bar: true` shows a bar on
 a terminal, and lines elsewhere. `--console full` is Composer's own console with every metric.
+`python_log_level` is `warning` unless RUN.yaml has it; `debug`, the default of LLM Foundry, writes
+many lines a batch.
 
 - On several nodes, on each: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
 --rdzv-endpoint HOST:29400 --no-python composer-fsdp2 train run.yaml`

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import ModuleType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -152,7 +152,10 @@ def wrong_kinds(where: str, called: Any, block: Mapping[Any, Any]) -> Iterator[s
         return
     for key, value in block.items():
         hint = hints.get(key)
-        kinds = {*get_args(hint)} if get_origin(hint) in (Union, UnionType) else {hint}
+        origin = get_origin(hint)
+        if isinstance(origin, type) and origin is not UnionType:
+            continue  # a container, as `tuple[float, float]` is
+        kinds = {*get_args(hint)} or {hint}
         numbers = kinds & {int, float, bool}
         if isinstance(value, str | list | dict) and numbers and kinds <= {*numbers, *_NO_TEXT}:
             expected = "true or false" if numbers == {bool} else "a number"

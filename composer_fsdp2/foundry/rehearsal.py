@@ -144,7 +144,8 @@ def _read_config(
     """Reads the run as LLM Foundry does; returns the configuration for loggers, and its own."""
     transforms, given = [*registry.config_transforms.get_all()], cfg
     with found.step("The configuration"):
-        for text in wrong_kinds("", TrainConfig, OmegaConf.to_container(cfg, resolve=True)):
+        read: Any = OmegaConf.to_container(cfg, resolve=True)
+        for text in wrong_kinds("", TrainConfig, read):
             what, _, advice = text.rpartition(". ")
             found.add(f"The configuration: {what}.", advice)
     # Goes on with a batch that can be divided, then with known keys alone, to find other mistakes.
