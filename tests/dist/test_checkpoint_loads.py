@@ -129,6 +129,27 @@ def test_another_optimizer_is_refused_unless_it_starts_anew(name: str):
     fit(trainer)
 
 
+@pytest.mark.filterwarnings("ignore:LambdaLR is not in the state_dict")
+@pytest.mark.world_size(2)
+@BOTH
+def test_another_learning_rate_where_schedules_are_ignored(name: str):
+    rates: list[list[float]] = []
+    for factor, ignored in ((1, None), (10, None), (10, ["state/schedulers/*"])):
+        model = tiny_model().build_model(8)
+        optimizer = tiny_model().build_optimizer(model, 2)
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+        trainer, _ = resume(
+            name, {"fsdp2": {}}, model=model, optimizers=optimizer, load_ignore_keys=ignored
+        )
+        fit(trainer)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    usual, kept, changed = rates
+    assert kept == usual
+    assert min(usual) > 0
+    assert changed == pytest.approx([10 * rate for rate in usual])
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["sharded_dtensor_weights_only_2r", "full_weights_only_2r"])
 def test_weights_alone_do_not_continue_a_run(name: str):
