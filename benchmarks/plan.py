@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from composer_fsdp2.foundry.model_configs import CONFIGS
 from tests.support.plan_layouts import (
     LAYOUTS,
     HuggingFace,
@@ -51,13 +52,12 @@ from tests.support.plan_layouts import (
     counted,
     predicted,
 )
-from tests.support.yaml_models import SHAPES
 
 GOAL = 0.10
 SPEED_GOALS = {"seconds": 20, "peak_gb": 2}
 LLAMA, QWEN = "yamls/pretrain/llama-3.1-8b.yaml", "yamls/{}/qwen3-30b-a3b.yaml"
 QWEN_235B = {
-    **SHAPES["Qwen/Qwen3-30B-A3B"],
+    **CONFIGS["Qwen/Qwen3-30B-A3B"],
     "hidden_size": 4096,
     "intermediate_size": 12288,
     "moe_intermediate_size": 1536,
@@ -65,8 +65,8 @@ QWEN_235B = {
     "num_attention_heads": 64,
 }
 SPEED: dict[str, tuple[str, dict[str, Any], int]] = {
-    "Llama 8B": (LLAMA, SHAPES["meta-llama/Llama-3.1-8B"], 8),
-    "Llama 70B": (LLAMA, SHAPES["meta-llama/Llama-3.3-70B-Instruct"], 64),
+    "Llama 8B": (LLAMA, CONFIGS["meta-llama/Llama-3.1-8B"], 8),
+    "Llama 70B": (LLAMA, CONFIGS["meta-llama/Llama-3.3-70B-Instruct"], 64),
     "Qwen3-235B-A22B": (QWEN.format("pretrain"), QWEN_235B, 512),
     "Qwen3-235B-A22B, ep 8": (QWEN.format("experts"), QWEN_235B, 512),
 }

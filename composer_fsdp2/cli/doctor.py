@@ -209,12 +209,12 @@ def cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
     return Cluster(ranks=number, ranks_per_node=per_node, on_gpus=on_gpus)
 
 
-def rehearsed(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
+def rehearsed(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> Rehearsal:
     """Goes through a run, without what libraries say when they are imported."""
     with environment(OFFLINE), quiet():
         from composer_fsdp2.foundry.rehearsal import rehearse
 
-        return rehearse(cfg, cluster)
+        return rehearse(cfg, cluster, plan_only=plan_only)
 
 
 def installed(name: str) -> str | None:

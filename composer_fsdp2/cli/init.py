@@ -131,10 +131,13 @@ def _say_whether_it_fits(file: Path, answers: Answers, gpu: str) -> None:
 
     per_node, memory_gib = answers.gpus // answers.nodes, _memory_of(gpu)
     cluster = Cluster(ranks=answers.gpus, ranks_per_node=per_node, on_gpus=True)
-    found = forecast_of(rehearsed(run_file.read_run(file, []), cluster), cluster)
+    rehearsal = rehearsed(run_file.read_run(file, []), cluster, plan_only=True)
+    found = forecast_of(rehearsal, cluster)
     search = f"composer-fsdp2 plan {file} --gpus {answers.gpus} --gpu {gpu} --search"
     if found is None:
-        say("Whether it fits is not known: the model cannot be built here. Doctor says why.")
+        say("Whether it fits is not known: the model cannot be built here.")
+        for finding in rehearsal.findings:
+            say(f"[yellow]{escape(finding.what)}[/] {escape(finding.advice)}")
     elif fits(found, memory_gib):
         say(verdict(found, memory_gib))
     else:

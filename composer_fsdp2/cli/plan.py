@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +68,8 @@ def plan(
     The model is built without its weights and nothing is trained. A unit is what one all-gather
     brings together. A step is traced on tensors without memory, by the code that trains: bytes of
     parameters, gradients, optimizer state and collectives are exact, and the peak is what a
-    step needs without gaps between tensors. Nothing is downloaded.
+    step needs without gaps between tensors. Neither data nor a tokenizer is needed, and nothing
+    is downloaded.
 
     - `composer-fsdp2 plan run.yaml`
 
@@ -93,13 +95,16 @@ def plan(
             check_destination(plot)
         known = None if gpu is None else gpu_named(gpu)
         memory = gpu_memory or (known and known.memory_gib)
+        cfg = _read(run, overrides or [])
         cluster = _cluster_named(ranks, gpus, gpus_per_node, on_gpus=memory is not None)
+        if not (ranks or gpus or gpus_per_node):
+            cluster = _large_enough(cluster, cfg)
         if compare is not None:
             found = _compared(run, overrides or [], cluster, compare)
             lines = comparison_lines(compare.partition("=")[0], found, known or GPUS["H100"])
             typer.echo("\n".join(lines))
             return
-        rehearsal = _planned(_read(run, overrides or []), cluster)
+        rehearsal = _planned(cfg, cluster)
         if search or write:
             _search(run, rehearsal, cluster, known or GPUS["H100"], memory, write=write)
             return
@@ -131,17 +136,26 @@ def _check_outputs(**outputs: object) -> None:
 
 
 def _read(run: Path, overrides: list[str]) -> DictConfig:
-    """Reads a run that asks for FSDP2.
+    """Reads a run that asks for FSDP2; one of FSDP1 as `migrate` would write it.
 
     Raises:
-        ConfigError: it does not, or is no run.
+        ConfigError: it asks for neither, or is no run.
     """
+    from composer_fsdp2.tools.migrate.engine import migrate
     from composer_fsdp2.tools.migrate.signs import check_is_run
 
     run_file.check_installed()
     cfg = run_file.read_run(run, overrides)
     check_is_run(run, cfg)
-    if not requests_fsdp2(run_file.read_parallelism(cfg)):
+    parsed = run_file.read_parallelism(cfg)
+    if parsed.get("fsdp_config") and not requests_fsdp2(parsed):
+        say(f"{escape(str(run))} asks for FSDP1: this is a plan of what `migrate` makes of it.")
+        with tempfile.TemporaryDirectory() as folder:
+            migrated = Path(folder, run.name)
+            migrated.write_text(migrate(run.read_text(encoding="utf-8"), name=str(run)).text)
+            cfg = run_file.read_run(migrated, overrides)
+        parsed = run_file.read_parallelism(cfg)
+    if not requests_fsdp2(parsed):
         raise ConfigError(
             f"{run} does not ask for FSDP2: it has no `parallelism_config.fsdp2`. There are no "
             "units to show. Write `parallelism_config: {fsdp2: {}}`, or let `composer-fsdp2 "
@@ -167,9 +181,21 @@ def _cluster_named(
     return dataclasses.replace(cluster, on_gpus=cluster.on_gpus or on_gpus)
 
 
+def _large_enough(cluster: Cluster, cfg: DictConfig) -> Cluster:
+    """Returns the ranks of this machine, or a node of 8 GPUs where degrees of the run need more."""
+    parsed = run_file.read_parallelism(cfg)
+    try:
+        run_file.check_ranks(parsed, cluster.ranks)
+    except ConfigError:
+        cluster = Cluster(ranks=8, ranks_per_node=8, on_gpus=True)
+        run_file.check_ranks(parsed, cluster.ranks)
+        say("This machine has too few ranks for the run: a node of 8 GPUs is taken (--gpus 8).")
+    return cluster
+
+
 def _planned(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
     """Rehearses a run and tells what it finds; ends where the model cannot be planned."""
-    found = rehearsed(cfg, cluster)
+    found = rehearsed(cfg, cluster, plan_only=True)
     for finding in found.findings:
         say(f"[yellow]{finding.level}: {escape(finding.what)}[/] {escape(finding.advice)}")
     if found.units is None:

@@ -51,6 +51,7 @@ def forecast_run(
         parsed = parse_config(changes)
         asked = dataclasses.replace(asked, **{key: getattr(parsed, key) for key in changes})
     settings, notes = traced_settings(asked)
+    notes = [*parts.notes, *notes]
     size = config.device_train_batch_size
     written = rows or config.device_train_microbatch_size
     if written == "auto":

@@ -6,6 +6,10 @@ optimizer and the plan. What they raise is what the run would raise. Little is c
 a run would find late or never. No other rank is there, no network is asked and no logger hears
 about a run. Files of `code_paths` are imported and config transforms are applied as in a run; those
 may write the data they are for.
+
+[Note: plan only] A plan depends on the model, the optimizer, algorithms that change the model, and
+the settings. Data, tokenizer, loggers and callbacks are not built for it, and a model whose
+configuration is not here is built from sizes that are written in the run or known to the package.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import logging
 import os
 import tempfile
@@ -57,6 +62,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.foundry.cluster import LAUNCHED, Cluster, environment
 from composer_fsdp2.foundry.findings import Findings, findings_of
 from composer_fsdp2.foundry.names import NAME, refuse_unknown, wrong_kinds
+from composer_fsdp2.foundry.offline_model import fuse_attention, offline_config, without_flash
 from composer_fsdp2.foundry.registered import register, register_names
 from composer_fsdp2.parallel.division import Division, GroupSizes
 from composer_fsdp2.plan.unit_size import frozen_elements
@@ -93,6 +99,8 @@ class Parts:
     config: Any
     """LLM Foundry's, with batch sizes of a rank"""
     plan: PreparePlan
+    notes: tuple[str, ...] = ()
+    """differences between the run and what was built"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,14 +117,17 @@ class Rehearsal(Findings):
     """of a run with FSDP2 that has an optimizer"""
     builds_on_meta: bool | None = None
     """whether a model with `init_device: mixed` can be built with meta; `None` for others"""
+    notes: list[str] = field(default_factory=list[str])
+    """what was taken in place of what would have to be read"""
 
 
-def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
+def rehearse(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> Rehearsal:
     """Rehearses a run. Collective: no.
 
     Args:
         cfg: the run with its overrides, interpolations as they are written.
         cluster: where it would take place.
+        plan_only: builds what the plan depends on, without data and tokenizer: [Note: plan only].
     """
     found = Rehearsal()
     # With no rows of its own, `installed` takes back the rows that the config transform installs.
@@ -131,7 +142,7 @@ def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
         for name in LAUNCHED:
             os.environ.pop(name, None)
         if read is not None:
-            _build(found, *read, cluster)
+            _build(found, *read, cluster, plan_only=plan_only)
     return found
 
 
@@ -171,35 +182,21 @@ def _read_config(
 # --- The parts of the run, in the order of LLM Foundry. ---
 
 
-def _build(found: Rehearsal, logged: dict[str, Any], config: Any, cluster: Cluster) -> None:
+def _build(
+    found: Rehearsal, logged: dict[str, Any], config: Any, cluster: Cluster, *, plan_only: bool
+) -> None:
     with found.step("The configuration"):
         validate_config(copy.deepcopy(config))
-    tokenizer = scheduler = optimizer = None
-    with found.step("tokenizer"):
-        name, kwargs = config.tokenizer["name"], dict(config.tokenizer.get("kwargs") or {})
-        if name in registry.tokenizers:
-            tokenizer = builders.build_tokenizer(name, kwargs)
-        elif _is_here(found, "tokenizer.name", name):
-            tokenizer = builders.build_tokenizer(name, {**kwargs, "local_files_only": True})
-    with found.step("scheduler"):
-        settings = copy.deepcopy(dict(config.scheduler))
-        scheduler = builders.build_scheduler(settings.pop("name"), settings)
-    own = {n: block for n, block in (config.loggers or {}).items() if n not in _REACH_OUT}
-    loggers = _build_each(found, "loggers", own, builders.build_logger)
-    build_callback = functools.partial(builders.build_callback, train_config=logged)
-    callbacks = _build_each(found, "callbacks", config.callbacks, build_callback)
     algorithms = _build_each(found, "algorithms", config.algorithms, builders.build_algorithm)
-
-    batch_size = config.device_train_batch_size
-    loader = _build_loader(found, "train_loader", config.train_loader, tokenizer, batch_size)
-    several = enumerate(config.eval_loaders or ())
-    blocks = {f"eval_loader[{number}]": block for number, block in several}
-    for where, block in {"eval_loader": config.eval_loader, **blocks}.items():
-        _build_loader(found, where, block or {}, tokenizer, config.device_eval_batch_size)
-
-    model = _build_model(found, config, tokenizer, cluster)
     run_name = config.run_name or os.environ.get("RUN_NAME") or "rehearsal"
-    _check_arguments(found, config, algorithms, run_name, cluster)
+    given: dict[str, Any] = {"algorithms": algorithms, "callbacks": []}
+    inputs, optimizer = _Inputs(), None
+    if plan_only:
+        inputs.tokenizer = _tokenizer_of_model(found, config)
+    else:
+        given["callbacks"] = _build_inputs(found, inputs, logged, config)
+        _check_arguments(found, config, algorithms, run_name, cluster)
+    model = _build_model(found, config, inputs.tokenizer, cluster, plan_only=plan_only)
     if model is None:
         return
     with found.step("optimizer"):
@@ -207,17 +204,67 @@ def _build(found: Rehearsal, logged: dict[str, Any], config: Any, cluster: Clust
         if config.model.get("init_device", "cpu") == "cpu":
             settings.pop("fused", None)  # torch refuses it on meta alone
         optimizer = builders.build_optimizer(model, settings.pop("name"), settings)
-    given: dict[str, Any] = {
-        "algorithms": algorithms,
-        "callbacks": callbacks,
-        "optimizers": optimizer,
-    }
+    given["optimizers"] = optimizer
     with found.step("The Trainer"):
         state = State(model=model, rank_zero_seed=0, run_name=run_name, device=DeviceCPU(), **given)
-        _start(found, config, state, Logger(state, loggers), scheduler, loader)
-        _check_load_path(found, config, run_name, state)
+        _start(found, config, state, inputs)
+        if not plan_only:
+            _check_load_path(found, config, run_name, state)
     if (config.fsdp_config or {}).get("version") == 2:
         _plan(found, config, model, given, cluster)
+
+
+@dataclass(slots=True)
+class _Inputs:
+    """Parts on which no plan depends."""
+
+    tokenizer: Any = None
+    scheduler: Any = None
+    loader: Any = None
+    loggers: list[Any] = field(default_factory=list[Any])
+
+
+def _build_inputs(
+    found: Rehearsal, inputs: _Inputs, logged: dict[str, Any], config: Any
+) -> list[Any]:
+    """Builds data and what follows a run; returns the callbacks."""
+    with found.step("tokenizer"):
+        name, kwargs = config.tokenizer["name"], dict(config.tokenizer.get("kwargs") or {})
+        if name in registry.tokenizers:
+            inputs.tokenizer = builders.build_tokenizer(name, kwargs)
+        elif _is_here(found, "tokenizer.name", name):
+            inputs.tokenizer = builders.build_tokenizer(name, {**kwargs, "local_files_only": True})
+    with found.step("scheduler"):
+        settings = copy.deepcopy(dict(config.scheduler))
+        inputs.scheduler = builders.build_scheduler(settings.pop("name"), settings)
+    own = {n: block for n, block in (config.loggers or {}).items() if n not in _REACH_OUT}
+    inputs.loggers = _build_each(found, "loggers", own, builders.build_logger)
+    build_callback = functools.partial(builders.build_callback, train_config=logged)
+    callbacks = _build_each(found, "callbacks", config.callbacks, build_callback)
+    tokenizer, batch_size = inputs.tokenizer, config.device_train_batch_size
+    inputs.loader = _build_loader(found, "train_loader", config.train_loader, tokenizer, batch_size)
+    several = enumerate(config.eval_loaders or ())
+    blocks = {f"eval_loader[{number}]": block for number, block in several}
+    for where, block in {"eval_loader": config.eval_loader, **blocks}.items():
+        _build_loader(found, where, block or {}, tokenizer, config.device_eval_batch_size)
+    return callbacks
+
+
+def _tokenizer_of_model(found: Rehearsal, config: Any) -> Any:
+    """Builds the tokenizer where the model may depend on it: on its length, or in own code."""
+    resizes = config.model.get("allow_embedding_resizing")
+    if not resizes and not config.code_paths:
+        return None
+    name, kwargs = config.tokenizer.get("name"), dict(config.tokenizer.get("kwargs") or {})
+    try:
+        return builders.build_tokenizer(name, {**kwargs, "local_files_only": True})
+    except Exception:  # whatever is missing; doctor says it
+        if resizes:
+            found.notes.append(
+                f"tokenizer '{name}' is not on this machine: rows that allow_embedding_resizing "
+                "would add for its tokens are not in these numbers"
+            )
+        return None
 
 
 def _build_each(
@@ -235,10 +282,8 @@ def _build_each(
 
 def _is_here(found: Rehearsal, where: str, name: str) -> bool:
     """Returns whether a model or tokenizer is a folder or in the local cache; asks no hub."""
-    files = ("config.json", "tokenizer_config.json", "tokenizer.json")
     with found.step(where, f"There is no such folder in {os.getcwd()} either. Correct the path."):
-        cached = (isinstance(try_to_load_from_cache(name, file), str) for file in files)
-        if Path(name).is_dir() or any(cached):
+        if _has(name, "config.json", "tokenizer_config.json", "tokenizer.json"):
             return True
         found.add(
             f"{where}: '{name}' is no folder and not in the local cache of the Hugging Face hub, "
@@ -247,6 +292,11 @@ def _is_here(found: Rehearsal, where: str, name: str) -> bool:
             "warning",
         )
     return False
+
+
+def _has(name: str, *files: str) -> bool:
+    cached = (isinstance(try_to_load_from_cache(name, file), str) for file in files)
+    return Path(name).is_dir() or any(cached)
 
 
 def _build_loader(
@@ -280,7 +330,7 @@ def _build_loader(
 
 
 def _build_model(
-    found: Rehearsal, config: Any, tokenizer: Any, cluster: Cluster
+    found: Rehearsal, config: Any, tokenizer: Any, cluster: Cluster, *, plan_only: bool
 ) -> ComposerModel | None:
     """Builds the model without its weights."""
     init = config.model.get("init_device", "cpu")
@@ -288,14 +338,26 @@ def _build_model(
     with found.step("model.init_device", "Write cpu, mixed or meta."):
         fsdp = copy.deepcopy(config.fsdp_config) if is_sharded else None
         process_init_device(copy.deepcopy(config.model), fsdp, config.tp_config)
-    name = config.model.get("pretrained_model_name_or_path")
-    if name is not None and not _is_here(found, "model.pretrained_model_name_or_path", name):
+    name, block = config.model.get("pretrained_model_name_or_path"), dict(config.model)
+    where, model, has_flash = "model.pretrained_model_name_or_path", None, False
+    if name is not None and not plan_only and not _is_here(found, where, name):
         return None
-    model = None
-    with found.step("model", _NEEDS_VALUES if init == "meta" else ""):
+    with (
+        found.step("model", _NEEDS_VALUES if init == "meta" else ""),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        if plan_only:
+            block, has_flash = without_flash(block)
+        if plan_only and name is not None and not _has(name, "config.json"):
+            shape, source = offline_config(name, block.get("config_overrides") or {})
+            Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
+            block["pretrained_model_name_or_path"] = folder
+            found.notes.append(
+                f"the configuration of '{name}' is not on this machine: its sizes are {source}"
+            )
         try:
             # What cpu builds on every rank, and mixed on the first, is built here as on the second.
-            model = _on_meta(config, tokenizer, "meta" if init == "meta" else "mixed")
+            model = _on_meta(config, block, tokenizer, "meta" if init == "meta" else "mixed")
         except Exception as error:
             if init != "cpu" or "meta tensor" not in str(error):
                 raise
@@ -305,13 +367,18 @@ def _build_model(
                 "Nothing: init_device: cpu is right for it.",
                 "warning",
             )
+        if model is not None and init == "mixed" and not plan_only:
+            quiet = Findings()
+            with quiet.step("model"):
+                _on_meta(config, block, tokenizer, "meta")
+            found.builds_on_meta = not quiet.findings
     if model is None:
         return None
-    if init == "mixed":
-        quiet = Findings()
-        with quiet.step("model"):
-            _on_meta(config, tokenizer, "meta")
-        found.builds_on_meta = not quiet.findings
+    if has_flash:
+        fuse_attention(model)
+        found.notes.append(
+            "kernels of flash-attn are taken for torch's, which keep the same tensors"
+        )
     flash = any(getattr(module, "attn_impl", None) == "flash" for module in model.modules())
     installed = attention.is_flash_v1_installed() or attention.is_flash_v2_installed()
     if flash and not installed:
@@ -326,8 +393,8 @@ def _build_model(
 
 
 @collector_paused()
-def _on_meta(config: Any, tokenizer: Any, init_device: str) -> ComposerModel:
-    block = {**copy.deepcopy(config.model), "init_device": init_device}
+def _on_meta(config: Any, model: dict[str, Any], tokenizer: Any, init_device: str) -> ComposerModel:
+    block = {**copy.deepcopy(model), "init_device": init_device}
     # Without FSDP `mixed` is refused, which has been asked for the device that is written.
     context = process_init_device(block, copy.deepcopy(config.fsdp_config or {}), None)
     dtype = block.pop("master_weights_dtype", None)
@@ -408,22 +475,20 @@ def _check_arguments(
                 check_save_folder(folder, name, prefix, run_name, Timestamp())
 
 
-def _start(
-    found: Rehearsal, config: Any, state: State, logger: Logger, scheduler: Any, loader: Any
-) -> None:
+def _start(found: Rehearsal, config: Any, state: State, inputs: _Inputs) -> None:
     """Starts as the Trainer does: algorithms change the model, and the scheduler reads times."""
     model: Any = state.model
-    model.logger = logger
+    model.logger = logger = Logger(state, inputs.loggers)
     for algorithm in state.algorithms:
         with found.step(f"algorithms: {type(algorithm).__name__}"):
             if algorithm.match(Event.INIT, state):
                 algorithm.apply(Event.INIT, state, logger)
     with found.step("max_duration", _TIME):
         state.max_duration = ensure_time(config.max_duration, TimeUnit.EPOCH)
-        if scheduler is not None and loader is not None:
+        if inputs.scheduler is not None and inputs.loader is not None:
             with found.step("scheduler"):
-                state.set_dataloader(loader, "train")
-                scheduler(state)
+                state.set_dataloader(inputs.loader, "train")
+                inputs.scheduler(state)
 
 
 def _check_load_path(
@@ -490,5 +555,6 @@ def _plan(
                 settings=settings,
                 config=config,
                 plan=plan,
+                notes=tuple(found.notes),
             )
         found.frozen = frozen_elements(model, plan.units)

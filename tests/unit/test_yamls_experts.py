@@ -46,7 +46,7 @@ def test_what_its_comment_says_is_planned(path: Path):
                 transformations=TRANSFORMATIONS,
             )
         found: ExpertPlan = plan.plan_of(ExpertParallel)
-        layers = yaml_models.SHAPES[values["variables"]["model"]]["num_hidden_layers"]
+        layers = yaml_models.CONFIGS[values["variables"]["model"]]["num_hidden_layers"]
         units = [unit for unit in plan.units.units if unit.reason == REASON]
         assert found.degree == DEGREE
         assert len(found.lists) == len(units) == layers

@@ -40,7 +40,7 @@ def degree_of(values: dict[str, Any]) -> int:
 @every_run
 def test_every_attention_is_divided_and_the_model_is_sharded_over_all_ranks(path: Path):
     values = settings_of(path)
-    shape = yaml_models.SHAPES[values["variables"]["model"]]
+    shape = yaml_models.CONFIGS[values["variables"]["model"]]
     model = yaml_models.build_model(values["model"])
     with environment(CLUSTER.first_rank()):
         plan = PreparePlan(
@@ -76,7 +76,7 @@ def test_groups_share_the_batch_and_read_the_same(path: Path):
 @every_run
 def test_what_its_comment_says_is_computed(path: Path):
     values = settings_of(path)
-    shape, length = yaml_models.SHAPES[values["variables"]["model"]], values["max_seq_len"]
+    shape, length = yaml_models.CONFIGS[values["variables"]["model"]], values["max_seq_len"]
     rows = re.findall(r"^ +(\d+) +(\d+) +(\d+\.\d)$", comment_of(path), re.MULTILINE)
     assert [int(row[0]) for row in rows] == [1, degree_of(values)]
     for degree, tokens, kept in rows:

@@ -58,13 +58,13 @@ def planned(path: Path) -> tuple[PreparePlan, LayerPlan, GroupSizes]:
 def test_every_attention_and_mlp_is_divided_and_each_rank_holds_a_64th(path: Path):
     plan, layers, sizes = planned(path)
     name = settings_of(path)["variables"]["model"]
-    count = yaml_models.SHAPES[name]["num_hidden_layers"]
+    count = yaml_models.CONFIGS[name]["num_hidden_layers"]
     assert plan.shape.axes == {"dp_shard": 8, "tp": 8}
     for layer in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
         assert sum(key.endswith(f".{layer}") for key in layers.cuts) == count
     assert sizes.elements == pytest.approx(yaml_models.PARAMETERS[name], rel=0.005)
     # What stays whole in a group is the embedding alone, and norms.
-    shape = yaml_models.SHAPES[name]
+    shape = yaml_models.CONFIGS[name]
     embedding = shape["vocab_size"] * shape["hidden_size"]
     assert sizes.elements - sizes.divided == pytest.approx(embedding, rel=0.01)
     assert sizes.held == pytest.approx(sizes.divided / RANKS + embedding / DEGREE, rel=0.01)

@@ -17,10 +17,10 @@ import yaml
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli import main
+from composer_fsdp2.foundry.model_configs import CONFIGS
 from tests.support import foundry
 from tests.support.foundry import FSDP2, run_of
 from tests.support.run_mistakes import GONE, MISTAKES, changed, good, mistaken
-from tests.support.yaml_models import SHAPES
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -337,7 +337,7 @@ def test_a_run_to_start_from_wants_its_data_alone(doctor, assets: Path, path: Pa
 def test_a_large_model_is_planned_on_meta(doctor, assets: Path, tmp_path: Path, model: str):
     path = ROOT / "yamls" / "pretrain" / f"{model}.yaml"
     name = yaml.safe_load(path.read_text())["variables"]["model"]
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     given = [
         f"variables.data={assets}/mds",
         f"model.pretrained_model_name_or_path={tmp_path}",
