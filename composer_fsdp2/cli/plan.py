@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,8 +63,9 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the FSDP2 units of RUN.yaml, and what memory and communication a step takes.
+    """Show whether RUN.yaml fits, its FSDP2 units, and what memory and communication a step takes.
 
+    The answer comes first: whether it fits, tokens and seconds of a step, what to try.
     The model is built without its weights and nothing is trained. A unit is what one all-gather
     brings together. A step is traced on tensors without memory, by the code that trains: bytes of
     parameters, gradients, optimizer state and collectives are exact, and the peak is what a
@@ -86,7 +87,7 @@ def plan(
     or the settings.
     """
     from composer_fsdp2.estimate.clock import GPUS, gpu_named
-    from composer_fsdp2.estimate.report import comparison_lines, fits, forecast_lines
+    from composer_fsdp2.estimate.report import comparison_lines, fits
     from composer_fsdp2.tools.pictures import check_destination, plan_picture, write_figure
 
     with reported():
@@ -114,9 +115,7 @@ def plan(
         if as_json:
             typer.echo(json.dumps(_document(rehearsal, forecast, known), indent=2, default=str))
         else:
-            typer.echo(str(units) if rehearsal.sizes is None else f"{units}\n{rehearsal.sizes}")
-            if forecast is not None:
-                typer.echo("\n".join(forecast_lines(forecast, known, memory)))
+            typer.echo("\n".join(_lines(rehearsal, forecast, known, memory)))
         if plot is not None:
             step = None if forecast is None or forecast.kept is None else forecast
             write_figure(plan_picture(units, rehearsal.frozen, f"Units of {run.name}", step), plot)
@@ -295,6 +294,24 @@ def _write(run: Path, choice: Choice) -> None:
     document["device_train_microbatch_size"] = choice.rows
     with run.open("w", encoding="utf-8") as file:
         yaml.dump(document, file)
+
+
+def _lines(
+    rehearsal: Rehearsal, forecast: Forecast | None, gpu: Gpu | None, memory: float | None
+) -> Iterator[str]:
+    """Yields the answer, the units, and the details of a step."""
+    from composer_fsdp2.estimate.report import answer_lines, forecast_lines
+    from composer_fsdp2.foundry.forecast import batch_of
+
+    parts = rehearsal.parts
+    if forecast is not None and parts is not None:
+        yield from answer_lines(forecast, parts.settings, batch_of(parts), gpu, memory)
+        yield ""
+    yield str(rehearsal.units)
+    if rehearsal.sizes is not None:
+        yield str(rehearsal.sizes)
+    if forecast is not None:
+        yield from forecast_lines(forecast, gpu)
 
 
 def _document(rehearsal: Rehearsal, forecast: Forecast | None, gpu: Gpu | None) -> dict[str, Any]:

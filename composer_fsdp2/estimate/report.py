@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from composer_fsdp2.estimate.clock import Gpu, step_times
+from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.estimate.clock import Gpu, Times, step_times
 from composer_fsdp2.estimate.forecast import Forecast
 from composer_fsdp2.text import size_text
 
-__all__ = ["comparison_lines", "fits", "forecast_lines", "verdict"]
+__all__ = ["Batch", "answer_lines", "comparison_lines", "fits", "forecast_lines", "verdict"]
 
 NAMES = {
     "parameters": "parameters",
@@ -32,21 +34,131 @@ def fits(found: Forecast, memory_gib: float) -> bool:
     return found.peak_bytes <= memory_gib * 2**30 * (1 - HEADROOM)
 
 
-def forecast_lines(
-    found: Forecast, gpu: Gpu | None = None, memory_gib: float | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rows that a step of the run reads."""
+
+    rows: int
+    """of the whole step"""
+    microbatch: int
+    """rows of a rank at a time"""
+    length: int
+    """tokens of a row"""
+
+
+def answer_lines(
+    found: Forecast,
+    settings: FSDP2Config,
+    batch: Batch,
+    gpu: Gpu | None = None,
+    memory_gib: float | None = None,
 ) -> Iterator[str]:
+    """Yields what a reader asks first: whether the step fits, its tokens, its seconds, a change.
+
+    Args:
+        found: of the step.
+        settings: of the run.
+        batch: of the run.
+        gpu: for times.
+        memory_gib: of a GPU; nothing is compared with it if it is not known.
+    """
+    size, moment = size_text(found.peak_bytes), f"most in {found.moment}"
+    times = step_times(found, gpu) if gpu is not None and found.flops else None
+    if memory_gib is None:
+        yield f"A step takes {size}, {moment}. Give --gpu to see whether that fits, and seconds."
+    else:
+        yield verdict(found, memory_gib)
+    tokens = batch.rows * batch.length
+    nodes = -(-found.ranks // found.ranks_per_node)
+    many = "es" * (found.microbatches != 1)
+    yield (
+        f"Tokens: {tokens:,} a step, on each of {found.ranks} ranks ({nodes} "
+        f"node{'s' * (nodes != 1)}) {found.microbatches} microbatch{many} of {batch.microbatch} x "
+        f"{batch.length:,}."
+    )
+    if times is not None and gpu is not None:
+        most = max(found.sent, key=lambda sent: sent.wire_bytes, default=None)
+        waits = f"{times.exposed:.3f} s in which collectives are waited for"
+        if most is not None and times.exposed > 0.1 * times.step:
+            waits += f", most of all {most.kind} of {most.axis}"
+        yield (
+            f"Seconds: {times.step:.3f} a step, {tokens / times.step / found.ranks:,.0f} tokens a "
+            f"second and GPU: {times.compute:.3f} s of compute at half of {gpu.flops / 1e12:g} "
+            f"TFLOP/s, {waits}."
+        )
+    if memory_gib is not None and (change := _change(found, settings, batch, times, memory_gib)):
+        yield f"Try first: {change}"
+
+
+def _change(
+    found: Forecast, settings: FSDP2Config, batch: Batch, times: Times | None, memory_gib: float
+) -> str | None:
+    """Returns the setting that is nearest to what a step takes most of, and why."""
+    if found.kept is None:
+        return None
+    if not fits(found, memory_gib):
+        return _smaller(found, settings, batch)
+    room = memory_gib * 2**30 * (1 - HEADROOM) - found.peak_bytes
+    kept = sum(found.peak.get(kind, 0) for kind in ("activations", "logits", "backward"))
+    waits = times is not None and times.exposed > 0.1 * times.step
+    if waits and found.microbatches > 1 and kept < room:
+        return (
+            f"device_train_microbatch_size: {2 * batch.microbatch}, which halves gathers and "
+            f"reductions, for about {size_text(kept)} more."
+        )
+    if waits and found.ranks > found.ranks_per_node and not settings.data_parallel_replicate_degree:
+        more = sum(found.held.values()) * (found.ranks / found.ranks_per_node - 1)
+        if more < room:
+            return (
+                f"data_parallel_shard_degree: {found.ranks_per_node} and "
+                "data_parallel_replicate_degree: -1, which gather inside a node alone, for "
+                f"{size_text(more)} more."
+            )
+    if settings.activation_checkpointing is True and room > found.peak_bytes:
+        return (
+            "activation_checkpointing: {mode: selective}, or false: a step computes less, and "
+            f"{size_text(room)} are free."
+        )
+    return None
+
+
+def _smaller(found: Forecast, settings: FSDP2Config, batch: Batch) -> str:
+    parts = {
+        "state": sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "optimizer")),
+        "activations": found.peak.get("activations", 0),
+        "logits and gradients on their way": sum(
+            found.peak.get(kind, 0) for kind in ("logits", "backward")
+        ),
+        "gathered units": found.peak.get("gathered", 0),
+    }
+    name = max(parts, key=parts.__getitem__)
+    why = f"{name} take {parts[name] / found.peak_bytes:.0%} of the peak."
+    shard = "data_parallel_shard_degree: -1 and data_parallel_replicate_degree: null"
+    logits = name.startswith("logits")
+    changes = (
+        (name == "activations" and not settings.activation_checkpointing)
+        and "activation_checkpointing: true",
+        (logits and settings.chunked_loss is None) and "chunked_loss: true",
+        ((logits or name == "activations") and batch.microbatch > 1)
+        and f"device_train_microbatch_size: {batch.microbatch // 2}",
+        (name == "state" and (settings.data_parallel_replicate_degree or 1) != 1) and shard,
+        name == "state" and f"more ranks (--gpus {2 * found.ranks}), or cpu_offload: true",
+        name == "activations" and "sequence_parallel: {degree: 2}",
+        "tp: {degree: 2}, or ep beside it for experts",
+    )
+    return f"{next(filter(None, changes))}; {why}"
+
+
+def forecast_lines(found: Forecast, gpu: Gpu | None = None) -> Iterator[str]:
     """Yields the lines of a forecast.
 
     Args:
         found: of a step.
         gpu: for times; none are shown without.
-        memory_gib: of a GPU; nothing is compared with it if it is not known.
     """
     nodes = -(-found.ranks // found.ranks_per_node)
     yield f"\nOne step of a rank ({found.ranks} ranks on {nodes} node{'s' * (nodes != 1)}):"
     yield from _memory(found)
-    if memory_gib is not None:
-        yield verdict(found, memory_gib)
     if found.sent:
         many = "es" * (found.microbatches != 1)
         yield f"Sent in a step of {found.microbatches} microbatch{many}, as whole tensors:"

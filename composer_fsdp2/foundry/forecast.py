@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from composer_fsdp2.config.group_size import ranks_of_a_batch
 from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.estimate.clock import Gpu
 from composer_fsdp2.estimate.forecast import Forecast, forecast
+from composer_fsdp2.estimate.report import Batch
 from composer_fsdp2.estimate.search import OFFLOAD, Choice, Found, search, written
 from composer_fsdp2.estimate.trace import Work
 from composer_fsdp2.foundry.cluster import Cluster, environment
@@ -24,7 +26,7 @@ from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_sett
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
-__all__ = ["forecast_run", "search_run"]
+__all__ = ["batch_of", "forecast_run", "search_run"]
 
 
 def forecast_run(
@@ -53,11 +55,9 @@ def forecast_run(
     settings, notes = traced_settings(asked)
     notes = [*parts.notes, *notes]
     size = config.device_train_batch_size
-    written = rows or config.device_train_microbatch_size
-    if written == "auto":
+    if rows is None and config.device_train_microbatch_size == "auto":
         notes.append("device_train_microbatch_size is auto: a microbatch of 1 is shown")
-        written = 1
-    rows = max(1, int(min(written, size)))  # a share of a sample: Trainers divide each
+    rows = batch_of(parts, rows).microbatch
     precision = config.precision if cluster.on_gpus else "fp32"
     on_host = ["parameters", "gradients", "optimizer"] if asked.cpu_offload else list[str]()
     if asked.optimizer_state.device == "cpu" and not on_host:
@@ -94,6 +94,20 @@ def forecast_run(
         treated={name for names in named for name in names},
         on_host=on_host,
         notes=notes,
+    )
+
+
+def batch_of(parts: Parts, rows: int | None = None) -> Batch:
+    """Returns the rows of a step; `rows` is a microbatch in place of the run's."""
+    config = parts.config
+    written = rows or config.device_train_microbatch_size
+    written = 1 if written == "auto" else written
+    return Batch(
+        # LLM Foundry divides it by the number of ranks: `transform` has multiplied it.
+        rows=int(config.global_train_batch_size) // ranks_of_a_batch(parts.settings),
+        # A share of a sample: Trainers divide each.
+        microbatch=max(1, int(min(written, config.device_train_batch_size))),
+        length=config.max_seq_len,
     )
 
 

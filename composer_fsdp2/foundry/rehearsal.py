@@ -167,7 +167,8 @@ def _read_config(
             )
         with found.step("The configuration"):
             plain: Any = OmegaConf.to_container(cfg, resolve=True)
-            if "global_train_batch_size" in plain:
+            batch = plain.get("global_train_batch_size", 0)
+            if not isinstance(batch, int) or batch % cluster.ranks:
                 plain["global_train_batch_size"] = cluster.ranks
             if given is not cfg:
                 known = (*TRAIN_CONFIG_KEYS, "parallelism_config")

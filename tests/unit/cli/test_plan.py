@@ -108,7 +108,13 @@ def test_memory_and_collectives_of_a_step(plan, assets: Path):
     assert code == 0, said
     assert "One step of a rank (4 ranks on 2 nodes):" in shown
     assert "7 times, dp_shard, 4 ranks across 2 nodes" in shown
-    assert "It fits in 79.1 GiB" in shown
+    head, tokens, seconds, *_ = shown.splitlines()
+    assert head.startswith("It fits in 79.1 GiB")
+    rows = run["global_train_batch_size"]
+    assert tokens.startswith(
+        f"Tokens: {rows * foundry.LENGTH} a step, on each of 4 ranks (2 nodes)"
+    )
+    assert " tokens a second and GPU: " in seconds
     assert "TFLOP/s" in shown
     _, shown, _ = plan(run, "--gpus=4", "--json")
     found = json.loads(shown)
@@ -119,6 +125,7 @@ def test_memory_and_collectives_of_a_step(plan, assets: Path):
     )
     assert code == 1
     assert "It does not fit in 0.1 GiB" in shown
+    assert "Try first: " in shown.splitlines()[2]
 
 
 def test_values_of_a_setting_side_by_side(plan, assets: Path):

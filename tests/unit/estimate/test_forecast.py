@@ -16,7 +16,7 @@ from composer_fsdp2.estimate.blocks import find_equal_blocks
 from composer_fsdp2.estimate.clock import GPUS, gpu_named, step_times
 from composer_fsdp2.estimate.collectives import CollectiveCounter
 from composer_fsdp2.estimate.forecast import Forecast, forecast
-from composer_fsdp2.estimate.report import fits, forecast_lines
+from composer_fsdp2.estimate.report import Batch, answer_lines, fits
 from composer_fsdp2.estimate.search import search, search_lines
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
@@ -25,6 +25,8 @@ from composer_fsdp2.trainer.forecast import traced_settings
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 from tests.support.plan_layouts import Dense, Layout, work_of
+
+BATCH = Batch(rows=8, microbatch=2, length=16)
 
 
 def predicted(
@@ -85,7 +87,7 @@ def test_a_model_that_cannot_be_traced_shows_its_state_alone(monkeypatch):
     assert found.held == same.held
     assert (found.kept, found.sent) == (None, ())
     assert "the model cannot be traced (UntraceableError" in found.notes[0]
-    text = "\n".join(forecast_lines(found, None, 80.0))
+    text = "\n".join(answer_lines(found, parse_config({}), BATCH, None, 80.0))
     assert "It is not known to fit in 80 GiB" in text
 
 
@@ -166,3 +168,53 @@ def test_the_search_leaves_out_what_does_not_fit(monkeypatch):
     assert any(choice.shard == 1 and "it takes" in why for choice, why in lost)
     assert any("not shard 1" in line for line in search_lines(best, lost))
     assert step_times(found, GPUS["H100"]).step > 0
+
+
+GIB = 2**30
+STATE = {"parameters": 8 * GIB, "gradients": 8 * GIB, "optimizer": 16 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("settings", "peak", "said"),
+    [
+        ({}, {**STATE, "activations": 90 * GIB}, "activation_checkpointing: true; activations"),
+        (
+            {"activation_checkpointing": True},
+            {**STATE, "activations": 90 * GIB},
+            "device_train_microbatch_size: 1; activations take 74% of the peak",
+        ),
+        ({}, {**STATE, "logits": 50 * GIB}, "chunked_loss: true; logits"),
+        ({}, {**STATE, "optimizer": 80 * GIB}, "more ranks (--gpus 16), or cpu_offload: true"),
+        (
+            {"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2},
+            {**STATE, "optimizer": 80 * GIB},
+            "data_parallel_shard_degree: -1 and data_parallel_replicate_degree: null",
+        ),
+        ({}, {"gathered": 90 * GIB}, "tp: {degree: 2}"),
+        ({"activation_checkpointing": True}, STATE, "activation_checkpointing: {mode: selective}"),
+        ({}, STATE, None),
+    ],
+)
+def test_what_to_try_first_follows_from_what_takes_most(settings, peak, said):
+    found = Forecast(
+        ranks=8,
+        ranks_per_node=8,
+        microbatches=1,
+        held=dict(STATE),
+        kept={"activations": 1},
+        gathered_bytes=0,
+        peak=peak,
+        moment="the step",
+        flops=10**12,
+    )
+    gpu = GPUS["H100"]
+    *_, last = answer_lines(found, parse_config(settings), BATCH, gpu, gpu.memory_gib)
+    assert last.startswith(f"Try first: {said}" if said else "Seconds: ")
+
+
+def test_a_step_that_waits_for_collectives_takes_more_rows(monkeypatch):
+    layout = Layout(4, microbatches=4)
+    found = predicted(Dense(), layout, monkeypatch)
+    *_, seconds, last = answer_lines(found, parse_config({}), BATCH, GPUS["H100"], 80.0)
+    assert "most of all" in seconds
+    assert last.startswith("Try first: device_train_microbatch_size: 4")
