@@ -95,7 +95,7 @@ def fuse_attention(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "attn_fn"):
-            module.attn_fn = _fused_attention  # pyright: ignore[reportAttributeAccessIssue]
+            module.attn_fn = _fused_attention  # pyright: ignore[reportArgumentType]
 
 
 def _fused_attention(
