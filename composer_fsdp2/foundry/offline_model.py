@@ -29,8 +29,8 @@ _SIZES = (
 )
 """by the names that most configurations of transformers have for them"""
 
-_TUNING = re.compile("-(Instruct|Base|it|pt)$")
-"""ends of names of models that have one shape"""
+_TUNING = re.compile("-(Instruct|Base|it|pt)$|(?<=/)Meta-")
+"""parts of names in which models of one shape differ"""
 
 
 def offline_config(name: str, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

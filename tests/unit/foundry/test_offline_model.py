@@ -41,7 +41,11 @@ def test_an_mpt_computes_the_same_with_fused_attention(attention):
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("meta-llama/Llama-3.1-8B-Instruct", 32), ("Qwen/Qwen3-8B-Base", 36)],
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 32),
+        ("Qwen/Qwen3-8B-Base", 36),
+        ("meta-llama/Meta-Llama-3.1-8B", 32),
+    ],
 )
 def test_a_tuned_model_has_the_sizes_of_its_family(name: str, layers: int):
     assert offline_config(name, {})[0]["num_hidden_layers"] == layers
