@@ -72,6 +72,10 @@ class Forecast:
         return {**asdict(self), "sent": sent, "peak_bytes": self.peak_bytes}
 
 
+_WORKSPACES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+"""layers whose libraries take much memory for themselves"""
+
+
 @collector_paused()
 def forecast(
     model: nn.Module,
@@ -104,6 +108,11 @@ def forecast(
     trace = _traced(model, optimizer, units, work, treated, said)
     if trace.balanced:
         said.append("every expert is taken to get the same number of tokens")
+    if kinds := sorted({type(m).__name__ for m in model.modules() if isinstance(m, _WORKSPACES)}):
+        said.append(
+            f"layers of {' and '.join(kinds)} compute in workspaces of libraries, which are not "
+            "predicted: the peak can be several times as high"
+        )
     windows = [Window(w.label, _on_device(w.kinds, on_host)) for w in trace.windows]
     largest = max(windows, key=lambda window: sum(window.kinds.values()))
     return Forecast(

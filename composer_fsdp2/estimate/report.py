@@ -198,8 +198,8 @@ def verdict(found: Forecast, memory_gib: float) -> str:
     if fits(found, memory_gib):
         word = "is not known to fit" if found.kept is None else "fits"
     return (
-        f"It {word} in {memory_gib:g} GiB: a step takes {size}, and CUDA, NCCL and gaps between "
-        f"tensors about {memory_gib * HEADROOM:.0f} GiB."
+        f"It {word} in {memory_gib:g} GiB: a step takes {size} (2 % off where a GPU was measured), "
+        f"and CUDA, NCCL and gaps between tensors about {memory_gib * HEADROOM:.0f} GiB."
     )
 
 

@@ -24,6 +24,7 @@ from composer_fsdp2.tools.doctor import Gpu, memory_findings
 from composer_fsdp2.trainer.forecast import traced_settings
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
+from tests.support.models import WIDTH
 from tests.support.plan_layouts import Dense, Layout, work_of
 
 BATCH = Batch(rows=8, microbatch=2, length=16)
@@ -72,6 +73,23 @@ def test_blocks_that_are_treated_differently_are_not_equal():
     model.blocks[4].requires_grad_(True)
     assert find_equal_blocks(model, units) is not None
     assert find_equal_blocks(model, units, treated=["blocks.4"]) is None
+
+
+class Convolves(Dense):
+    """Has a convolution over its words, as Mamba has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + self.mix(self.embed(ids).mT).square().mean()
+
+
+def test_layers_with_workspaces_are_named(monkeypatch: pytest.MonkeyPatch):
+    found = predicted(Convolves(), Layout(2), monkeypatch)
+    assert any(note.startswith("layers of Conv1d compute in workspaces") for note in found.notes)
+    assert not any("workspaces" in n for n in predicted(Dense(), Layout(2), monkeypatch).notes)
 
 
 class Unknown(Dense):
