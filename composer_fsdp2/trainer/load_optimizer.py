@@ -85,7 +85,8 @@ def load_optimizers(
     Collective: yes.
 
     torch loses the settings of a group without parameters, unless it is the only one and the last,
-    and cannot load a full state dict without any state. So such groups stay out of its sight.
+    and cannot load a full state dict without any state. So such groups stay out of its sight. It
+    also wants every setting; those that `load_ignore_keys` has taken out stay as the run has them.
     """
     loaded = state_dict["optimizers"]  # None where rank 0 alone has it
     empty: list[tuple[torch.optim.Optimizer, int, dict[str, Any]]] = []
@@ -102,7 +103,11 @@ def load_optimizers(
                 group.update(settings)
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         if "param_groups" in own:
-            own["param_groups"] = [saved for group, saved in pairs if group["params"]]
+            own["param_groups"] = [
+                {**{key: value for key, value in group.items() if key != "params"}, **saved}
+                for group, saved in pairs
+                if group["params"]
+            ]
     if not any(fqns == set() for fqns in states.values()):
         with asking_for(model, optimizers, states):
             original(state_dict, strict=strict)
