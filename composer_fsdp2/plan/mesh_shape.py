@@ -70,6 +70,13 @@ class MeshShape:
                 "the model. There are no copies to average over later, so it would have no effect. "
                 "Write gradient_sync: last or every, or a data_parallel_replicate_degree."
             )
+        experts = 1 if config.expert_parallel is None else config.expert_parallel.degree
+        if shard * tensor % experts:
+            raise ConfigError(
+                f"expert_parallel.degree is {experts}, which does not divide the {shard * tensor} "
+                "ranks that share one copy of the model. They hold the experts between them, and "
+                f"no rank may be left over. Use one of {_divisors(shard * tensor, step=tensor)}."
+            )
         return cls(shard=shard, replicate=replicate, tensor=tensor)
 
     @property
@@ -99,8 +106,8 @@ class MeshShape:
             )
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def _divisors(number: int, step: int = 1) -> str:
+    return ", ".join(str(n) for n in range(step, number + 1, step) if number % n == 0)
 
 
 def _indivisible(key: str, degree: int, ranks: int, world: str) -> ConfigError:

@@ -69,12 +69,6 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
     tree, tensor = facts.tree, facts.settings.tensor_parallel
     step = 1 if tensor is None else tensor.degree
     ranks = facts.shard_ranks * step
-    if ranks % spec.degree:
-        raise ConfigError(
-            f"expert_parallel.degree is {spec.degree}, which does not divide the {ranks} "
-            "ranks that share one copy of the model. They hold the experts between them, and no "
-            f"rank may be left over. Use one of {_divisors(ranks, step=step)}."
-        )
     if spec.degree % step:
         raise ConfigError(
             f"expert_parallel.degree is {spec.degree}, and tensor_parallel.degree is {step}. The "
