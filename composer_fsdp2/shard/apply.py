@@ -31,11 +31,14 @@ from composer_fsdp2.plan.module_tree import (
 )
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import of_rank0
-from composer_fsdp2.shard.averaging import MakeHook, probe_reduction
-from composer_fsdp2.shard.containers import InputCast
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
 from composer_fsdp2.shard.layout import Layout, place_of
-from composer_fsdp2.shard.unit_hooks import UnitHooks
+from composer_fsdp2.shard.unit_hooks import (
+    InputCast,
+    MakeHook,
+    UnitHooks,
+    probe_reduction,
+)
 from composer_fsdp2.shard.weight_source import WeightSource
 from composer_fsdp2.torch_private.members import check_private_members
 from composer_fsdp2.torch_private.reading import guard_reading

@@ -1,8 +1,17 @@
-"""Hooks that a unit of FSDP2 has from its sharding on, around its forward and in backward.
+"""Hooks that a unit of FSDP2 has from its sharding on: around its forward, and after a reduction.
 
 Everything else that happens in a step is a listener of a run (`step.run`). These are there without
 a run too, in a model that only `apply_plan` has sharded: without them backward would be missed, or
 inputs and gradients would be other numbers.
+
+[Note: containers] A module may append its loss to a list that it is given, put keys and values
+into a dict that later layers read, or write its result into its batch. torch makes a new container
+of each that a unit is given: to mark tensors behind which backward has left the unit, to move those
+of the root, and to cast. What the unit puts into it would be lost. So tensors are exchanged here,
+in the caller's own containers, for as long as the unit runs. Afterwards each tensor that the unit
+left alone is the caller's again, and what the unit has put there is an output of it.
+Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L214
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L564
 
 [Note: unseen results] torch learns that backward has come to a unit from the tensors that its
 forward returns. The loss may depend on others: kept in an attribute, by a hook, in an object of the
@@ -14,31 +23,34 @@ gradient. `StaleGathers` is the guard behind both.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.utils.rnn import PackedSequence
 
 from composer_fsdp2.plan.module_tree import own_parameters
-from composer_fsdp2.shard.containers import (
-    NO_CONTAINERS,
-    Exchange,
-    GivenContainers,
-    InputCast,
-    items_of,
-    tensors_in,
-)
+from composer_fsdp2.ranks import is_fake
+from composer_fsdp2.shard.device_mesh import note_copies
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
+    is_namedtuple,
     is_view,
+    root_mesh,
     tree_leaves,
     unsafe_view,
 )
 from composer_fsdp2.torch_private.units import (
     Inputs,
+    after_backward,
     announce_backward,
     backward_number,
     exchange_inputs,
@@ -54,7 +66,35 @@ from composer_fsdp2.torch_private.units import (
     params_of,
 )
 
-__all__ = ["UnitHooks", "force_backward_through"]
+__all__ = [
+    "AverageOverReplicas",
+    "Division",
+    "InputCast",
+    "MakeHook",
+    "UnitHooks",
+    "force_backward_through",
+    "leave_division_to_torch",
+    "probe_reduction",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputCast:
+    """Casts floating point tensors, and moves tensors, if at all."""
+
+    dtype: torch.dtype | None = None
+    device: str | torch.device | None = None
+    """that inputs are moved to where shards are in CPU memory: a model that asks for the device of
+    its weights (`hidden.to(head.weight.device)`) has moved them there"""
+
+    def __call__(self, value: Any) -> Any:
+        """Returns another tensor, or what is no tensor as it is."""
+        if isinstance(value, PackedSequence):
+            return value if self.device is None else value.to(self.device)
+        if not isinstance(value, torch.Tensor):
+            return value
+        # As FSDP2's own cast does: integers and complex numbers stay.
+        return value.to(self.device, self.dtype if value.is_floating_point() else None)
 
 
 class UnitHooks:
@@ -67,7 +107,7 @@ class UnitHooks:
 
     def __init__(self, module: Any, cast: InputCast) -> None:
         self._module, self._cast, self._frozen = module, cast, False
-        self._calls: list[GivenContainers | None] = []
+        self._calls: list[_Call | None] = []
         self._telling: list[Any] = []
         """handles of hooks of modules that tell of backward"""
         self._told = self._told_first = False
@@ -142,8 +182,8 @@ class UnitHooks:
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         # Nearly every unit gets tensors alone.
-        given = [value for value in (*args, *kwargs.values()) if type(value) not in NO_CONTAINERS]
-        self._calls.append(GivenContainers(given) if given else None)
+        given = [value for value in (*args, *kwargs.values()) if type(value) not in _NO_CONTAINERS]
+        self._calls.append(_Call(given) if given else None)
         if self._told and not self._told_first and torch.is_grad_enabled():
             while self._telling:
                 self._telling.pop().remove()
@@ -163,7 +203,7 @@ class UnitHooks:
             return args, kwargs
         values = (*args, *kwargs.values())
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        inside = () if any(tensor.requires_grad for tensor in tensors) else tensors_in(values)
+        inside = () if any(tensor.requires_grad for tensor in tensors) else _tensors_in(values)
         needing = [tensor for tensor in (*tensors, *inside) if tensor.requires_grad]
         if not needing:
             return args, kwargs
@@ -179,10 +219,10 @@ class UnitHooks:
         return self._exchange(self._cast, args, kwargs)
 
     def _exchange(self, other: Callable[[Any], Any], args: Any, kwargs: Any) -> Inputs:
-        exchange = Exchange(other)
+        exchange = _Exchange(other)
         inputs = tuple(map(exchange, args)), {key: exchange(item) for key, item in kwargs.items()}
         if exchange.pairs:
-            call = self._calls[-1] = self._calls[-1] or GivenContainers([])
+            call = self._calls[-1] = self._calls[-1] or _Call([])
             call.exchanges.append(exchange)
         return inputs
 
@@ -195,7 +235,7 @@ class UnitHooks:
             # Older torch does not look for tensors in dataclasses.
             leaves = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, torch.Tensor)]
             if torch.is_grad_enabled():
-                hear_backward(module, tensors_in(leaves))
+                hear_backward(module, _tensors_in(leaves))
             if isinstance(output, Iterator) or callable(output):
                 # It may compute with the parameters later.
                 self._frees = [
@@ -219,7 +259,7 @@ class UnitHooks:
             hear_backward(self._module, new)
             self._gather_once_backward_needs_it(new)
             if any(isinstance(exchange.other, InputCast) for exchange in call.exchanges):
-                call.again_in_backward((*new, *tensors_in(output)))
+                call.again_in_backward((*new, *_tensors_in(output)))
         return call.containers
 
     def _gather_once_backward_needs_it(self, results: object) -> None:
@@ -255,7 +295,7 @@ class UnitHooks:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or backward_number() >= 0:
             return
         with TORCH_FUNCTION_OFF():  # of logits that are not there
-            nodes = [tensor.grad_fn for tensor in tensors_in(output)]
+            nodes = [tensor.grad_fn for tensor in _tensors_in(output)]
         for node in nodes:
             if node is not None:
                 # Called after the hooks of the tensor, which may be what the unit returns.
@@ -283,7 +323,7 @@ def _guarded_output(output: Any, given: Iterable[int]) -> Any:
     if type(output) is tuple:
         return tuple(_guarded_output(item, given) for item in output)
     if type(output) in (list, dict) and id(output) not in given:
-        for key, item in items_of(output):
+        for key, item in _items(output):
             if (other := _guarded_output(item, given)) is not item:
                 output[key] = other
     return output
@@ -307,6 +347,105 @@ def _may_need_gradient(leaf: object) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.requires_grad
     return not isinstance(leaf, type(None) | bool | int | float | complex | str | bytes)
+
+
+# --- Containers. ---
+
+_NO_CONTAINERS = frozenset((torch.Tensor, nn.Parameter, type(None), bool, int, float, str))
+
+
+class _Call:
+    """Knows what containers a call of a unit was given, and the tensors in them."""
+
+    def __init__(self, given: list[Any]) -> None:
+        self._given = given
+        self.exchanges: list[_Exchange] = []
+        walk = _Exchange(_same)
+        if torch.is_grad_enabled():
+            walk(given)
+        self._before, self.containers = walk.tensors, walk.containers
+
+    def give_back(self) -> None:
+        """Puts back what the unit has left in the containers, wherever it is there."""
+        for exchange in reversed(self.exchanges):
+            exchange.put({id(now): before for before, now in exchange.pairs})
+
+    def again_in_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Exchanges once more while backward runs, for what is computed again there."""
+
+        def again(_gradient: object) -> None:
+            for exchange in self.exchanges:
+                exchange.put({id(before): now for before, now in exchange.pairs})
+            after_backward(self.give_back)
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(again)
+
+    def new_tensors(self) -> list[torch.Tensor]:
+        """Returns what the unit has put there."""
+        return [tensor for tensor in _tensors_in(self._given) if id(tensor) not in self._before]
+
+
+class _Exchange:
+    """Puts other tensors into containers, which stay the same objects, until they are given back.
+
+    Immutable ones are made anew. Knows tuples, lists, dicts, deques and dataclasses.
+
+    Args:
+        other: returns another tensor for a tensor, or the same one.
+    """
+
+    def __init__(self, other: Callable[[Any], Any]) -> None:
+        self.other = other
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.containers: dict[int, Any] = {}
+        self.pairs: list[tuple[Any, Any]] = []
+        """of what was in a container, and what is there now"""
+
+    def __call__(self, value: Any) -> Any:
+        """Returns the value, or what is there for it."""
+        if isinstance(value, torch.Tensor):
+            self.tensors[id(value)] = value
+            return self.other(value)
+        if type(value) is tuple or is_namedtuple(value):
+            items = list(map(self, value))
+            if all(one is other for one, other in zip(items, value, strict=True)):
+                return value
+            return tuple(items) if type(value) is tuple else type(value)(*items)
+        if isinstance(value, list | dict | deque):
+            if id(value) not in self.containers:
+                self.containers[id(value)] = value
+                for key, item in _items(value):
+                    if (other := self(item)) is not item:
+                        value[key] = other
+                        self.pairs.append((item, other))
+            return value
+        if dataclasses.is_dataclass(value) and hasattr(value, "__dict__"):
+            self(vars(value))
+            return value
+        return self.other(value)
+
+    def put(self, others: dict[int, Any]) -> None:
+        """Puts others, by address, in the places of what is in the containers."""
+        for container in self.containers.values():
+            for key, item in _items(container):
+                if id(item) in others:
+                    container[key] = others[id(item)]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    walk = _Exchange(_same)
+    walk(value)
+    return list(walk.tensors.values())
 
 
 # --- Units beside a tower. ---
@@ -356,3 +495,169 @@ class _Anchored(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # pyright: ignore
         return None, None
+
+
+# --- Reductions. ---
+
+
+class Division:
+    """Makes a sum over the shards an average, in place.
+
+    Args:
+        size: ranks over which the backend takes a sum where FSDP2 asks for an average.
+        sources: ranks whose tokens a gradient on one rank is of, as that of an expert is.
+    """
+
+    def __init__(self, size: int, sources: int = 1) -> None:
+        self.size, self._sources = size, sources
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Divides. Collective: no."""
+        _use_in_this_stream(reduced)
+        if self._sources > 1:
+            # Not torch's own factor, which divides twice where one rank has all of a gradient:
+            # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+            reduced.div_(self._sources)
+        # FSDP2 asks for an average of these two only; others it sums and divides itself.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L554
+        if self.size > 1 and reduced.dtype in (torch.float32, torch.bfloat16):
+            reduced.div_(self.size)
+
+
+def _use_in_this_stream(reduced: torch.Tensor) -> None:
+    """Keeps a reduced gradient until the stream of its hook is done with it.
+
+    The memory is of the stream that reduces. Torch adds it to gradients of earlier microbatches on
+    this stream, and frees it; the next reduction could write there before the sum has read it.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L449
+    """
+    if reduced.device.type != "cpu":
+        reduced.record_stream(torch.get_device_module(reduced.device).current_stream())
+
+
+def leave_division_to_torch(hook: object) -> None:
+    """Has a unit's hook divide no more, because FSDP2 sums and divides itself. Collective: no.
+
+    Args:
+        hook: what `set_all_reduce_hook` was given, perhaps nothing. Averages over copies of the
+            model go on: FSDP2 knows the shards of one copy alone there.
+    """
+    before = hook.before if isinstance(hook, AverageOverReplicas) else hook
+    if isinstance(before, Division):
+        before.size = 1
+
+
+class AverageOverReplicas:
+    """Averages the reduced gradients of one unit over the copies of the model, in place.
+
+    Args:
+        group: one rank of every copy.
+        before: done first, to what the shards' reduction gave.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, before: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        self._group = group
+        self.before = before
+        self.due = True
+        """false keeps gradients on this rank until a call with true, as torch's own HSDP does"""
+        self.waiting: torch.Tensor | None = None
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Collective: yes, when it is due."""
+        _use_in_this_stream(reduced)
+        if self.before is not None:
+            self.before(reduced)
+        if self.waiting is not None:
+            reduced += self.waiting
+        if not self.due:
+            self.waiting = reduced.clone()
+            # FSDP adds the result of this hook to the gradients of the shards.
+            # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L449
+            reduced.zero_()
+            return
+        self.waiting = None
+        # A sum, which every backend has: some of those that come here refuse an average.
+        dist.all_reduce(reduced, group=self._group)
+        reduced.div_(self._group.size())
+
+
+# --- Finds out how gradients are averaged where a backend does not do it. ---
+#
+# [Note: averaging] FSDP2 asks the backend for the average of gradients. Some backends return the
+# sum without a word, others refuse. Both are found by doing one small reduction; what is wrong is
+# put right in `set_all_reduce_hook`, which sees every reduced gradient. NCCL averages.
+
+
+MakeHook = Callable[[], Callable[[torch.Tensor], None] | None]
+"""makes what a unit gives to `set_all_reduce_hook`; `None` where the backend needs no help"""
+
+
+def probe_reduction(mesh: DeviceMesh, sources: int = 1) -> tuple[DeviceMesh, MakeHook]:
+    """Finds out how gradients can be averaged on a 1-D or (replicate, shard) mesh.
+
+    Collective: yes, over every group of the mesh.
+
+    A 2-D mesh whose backend cannot run torch's own HSDP is sharded on its shard axis, and the hook
+    averages over the replicate axis: the same arithmetic, with parameters that are DTensors on the
+    shard axis alone.
+
+    Args:
+        mesh: of the ranks between which gradients are reduced.
+        sources: ranks whose tokens a gradient on one rank is of, as that of an expert is. It is an
+            average over them too.
+
+    Returns:
+        The mesh to give to `fully_shard`, and what makes a hook for each unit.
+    """
+    shard_group = mesh.get_group(mesh.ndim - 1)
+    replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+    sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
+    size = shard_group.size() if sums else 1
+    divide = Division(size, sources) if sums or sources > 1 else None
+    if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
+        return mesh, lambda: divide
+    # Torch 2.7 cuts axes out of a whole mesh alone.
+    shard_mesh = root_mesh(mesh)[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
+    note_copies(shard_mesh, mesh)
+    return shard_mesh, lambda: AverageOverReplicas(replicate_group, divide)
+
+
+def _averages_reduce_scatter(group: dist.ProcessGroup, device_type: str) -> bool:
+    if is_fake(group) or group.size() == 1:
+        return True
+    # On the mesh's device: in a group with several backends the tensor's device chooses one.
+    output = torch.zeros(1, device=device_type)
+    values = torch.full((group.size(),), float(group.rank()), device=device_type)
+    # Newer torch renamed it and warns about the old name.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(output, values, op=dist.ReduceOp.AVG, group=group)
+    return _is_average(output.item(), group.size())
+
+
+def _is_average(found: float, ranks: int) -> bool:
+    """Whether ranks that sent their numbers got the average; their sum is at least twice as much.
+
+    Each rank answers for itself, and many ranks round in another order on each of them.
+    """
+    return math.isclose(found, (ranks - 1) / 2, rel_tol=0.1)
+
+
+def _runs_hsdp(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether torch's own HSDP works: it wants an average, and an event from the stream.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L461
+    """
+    # CPU streams of older torch give no event, over which its backward stops with an assertion.
+    if device_type == "cpu" and torch.cpu.current_stream().record_event() is None:
+        return False
+    if is_fake(group):
+        return True
+    value = torch.full((1,), float(group.rank()), device=device_type)
+    try:
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
+    except (RuntimeError, ValueError):
+        return False  # the arguments are refused on every rank, before anything is sent
+    return _is_average(value.item(), group.size())

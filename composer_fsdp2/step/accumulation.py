@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.schema import GradientSync
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.shard.averaging import AverageOverReplicas
+from composer_fsdp2.shard.unit_hooks import AverageOverReplicas
 from composer_fsdp2.torch_private.units import (
     all_reduce_hook,
     drop_unreduced,
