@@ -118,8 +118,7 @@ def migrate(
         if output is not None and not check and not as_json:
             again = f"composer-fsdp2 migrate {config} -o {output} --force --set KEY=VALUE"
             goes_on = f"composer-fsdp2 parity {config} {output}"
-            left = report.having(*is_open)
-            typer.echo(f"\nNext: {again if left else goes_on}")
+            typer.echo(f"\nNext: {again if report.having(*is_open) else goes_on}")
         raise typer.Exit(ExitCode.FAILED if report.having(*refused) else ExitCode.OK)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import tempfile
@@ -88,7 +89,7 @@ def plan(
     """
     from composer_fsdp2.estimate.clock import GPUS, gpu_named
     from composer_fsdp2.estimate.report import comparison_lines, fits
-    from composer_fsdp2.tools.pictures import check_destination, plan_picture, write_figure
+    from composer_fsdp2.tools.pictures import check_destination
 
     with reported():
         _check_outputs(compare=compare, search=search or write, json=as_json, plot=plot)
@@ -109,19 +110,26 @@ def plan(
         if search or write:
             _search(run, rehearsal, cluster, known or GPUS["H100"], memory, write=write)
             return
-        units = rehearsal.units
-        assert units is not None
         forecast = forecast_of(rehearsal, cluster)
         if as_json:
             typer.echo(json.dumps(_document(rehearsal, forecast, known), indent=2, default=str))
         else:
             typer.echo("\n".join(_lines(rehearsal, forecast, known, memory)))
         if plot is not None:
-            step = None if forecast is None or forecast.kept is None else forecast
-            write_figure(plan_picture(units, rehearsal.frozen, f"Units of {run.name}", step), plot)
-            say(f"picture  {escape(str(plot))}")
+            _draw(run, rehearsal, forecast, plot)
         if forecast is not None and memory is not None and not fits(forecast, memory):
             raise typer.Exit(ExitCode.FAILED)
+
+
+def _draw(run: Path, rehearsal: Rehearsal, forecast: Forecast | None, plot: Path) -> None:
+    """Draws units, and memory of a step where it is known."""
+    from composer_fsdp2.tools.pictures import plan_picture, write_figure
+
+    assert rehearsal.units is not None
+    step = None if forecast is None or forecast.kept is None else forecast
+    title = f"Units of {run.name}"
+    write_figure(plan_picture(rehearsal.units, rehearsal.frozen, title, step), plot)
+    say(f"picture  {escape(str(plot))}")
 
 
 def _check_outputs(**outputs: object) -> None:
@@ -181,14 +189,21 @@ def _cluster_named(
 
 
 def _large_enough(cluster: Cluster, cfg: DictConfig) -> Cluster:
-    """Returns the ranks of this machine, or a node of 8 GPUs where degrees of the run need more."""
+    """Returns the ranks of this machine, or nodes of 8 GPUs where degrees of the run need more.
+
+    Raises:
+        ConfigError: no number of nodes fits the degrees.
+    """
     parsed = run_file.read_parallelism(cfg)
     try:
         run_file.check_ranks(parsed, cluster.ranks)
-    except ConfigError:
-        cluster = Cluster(ranks=8, ranks_per_node=8, on_gpus=True)
-        run_file.check_ranks(parsed, cluster.ranks)
-        say("This machine has too few ranks for the run: a node of 8 GPUs is taken (--gpus 8).")
+    except ConfigError as error:
+        for ranks in (8, 16, 32, 64, 128, 256, 512, 1024):
+            with contextlib.suppress(ConfigError):
+                run_file.check_ranks(parsed, ranks)
+                say(f"The degrees of the run need other ranks than these: --gpus {ranks} is taken.")
+                return Cluster(ranks=ranks, ranks_per_node=8, on_gpus=True)
+        raise error from None
     return cluster
 
 

@@ -52,6 +52,17 @@ def test_every_yaml_is_planned_without_data(plan, file: str):
         assert found["forecast"]["flops"] > 0, found["forecast"]["notes"]
 
 
+def test_degrees_that_this_machine_has_no_ranks_for(plan):
+    degree = "parallelism_config.fsdp2.data_parallel_shard_degree"
+    code, shown, said = plan("yamls/finetune/llama-3.2-1b.yaml", f"{degree}=16", "--json")
+    assert code == 0, said
+    assert "--gpus 16 is taken" in said
+    assert json.loads(shown)["forecast"]["ranks"] == 16
+    code, _, said = plan("yamls/finetune/llama-3.2-1b.yaml", f"{degree}=7")
+    assert code == 2
+    assert "does not multiply to the world size" in said
+
+
 def test_sizes_of_a_model_that_nobody_knows_are_named(plan):
     run = ("yamls/pretrain/llama-3.1-8b.yaml", "variables.model=some/model", "--json")
     code, shown, said = plan(*run)
