@@ -25,6 +25,8 @@ ORDER = (
         "guards",
         "optim",
         "checkpoint",
+        "patches",
+        "prepare",
         "estimate",
         "trainer",
         "foundry",
@@ -36,6 +38,8 @@ ORDER = (
 ROOM = "torch_private/"
 """The only folder that names private members of torch."""
 GLUE = {
+    "patches": {"composer", "llmfoundry", "transformers"},
+    "prepare": {"composer", "transformers"},
     "trainer": {"composer", "transformers"},
     "foundry": {"composer", "llmfoundry", "transformers"},
     "cli": {"composer", "llmfoundry", "transformers"},
@@ -44,7 +48,7 @@ GLUE = {
 TORCH_ALONE = {"torch_private", *ORDER[ORDER.index("ranks") : ORDER.index("checkpoint")]}
 CHECKPOINT_ALONE = {"huggingface_hub", "numpy", "safetensors", "torch", "tqdm"}
 """Libraries that these stages, and checkpoint, may import; no other."""
-REPLACING = (ROOM, "trainer/patches/")
+REPLACING = (ROOM, "patches/")
 """The only folders that may assign to attributes of other packages."""
 
 ANYWHERE = {"_buffers", "_modules", "_parameters", "_version"}
@@ -125,10 +129,13 @@ def wrong_arrows(source: Source) -> Iterator[Found]:
 
 
 def imported_patches(source: Source) -> Iterator[Found]:
-    """Yields imports of the patches in the rest of their stage, but for the rows of a model."""
-    if source.part == "trainer" and not source.own.startswith("trainer/patches/"):
+    """Yields imports of the tables in the stages of their replacements, but for their state."""
+    if source.part in {"prepare", "trainer"}:
         for line, name in source.own_imports:
-            if "trainer.patches" in name and name != "trainer.patches.install_for_models":
+            if name.startswith("patches") and name not in {
+                "patches.install_for_models",
+                "patches.engine.check_features",
+            }:
                 yield line, name
 
 

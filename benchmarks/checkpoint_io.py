@@ -185,7 +185,7 @@ def _timed_saves() -> Iterator[list[float]]:
     """How long each save keeps training waiting, on the slower rank."""
     from composer.callbacks import CheckpointSaver
 
-    from composer_fsdp2.trainer import save
+    from composer_fsdp2.trainer.checkpoint import save
 
     seconds: list[float] = []
     names = ("batch_checkpoint", "fit_end")

@@ -108,7 +108,7 @@ def _load(side: str, folder: str, out: str) -> None:
     """On one rank: imports, loads, and writes down what it took."""
     import transformers.models.llama.modeling_llama
 
-    import composer_fsdp2.trainer.prepare  # noqa: F401
+    import composer_fsdp2.prepare.model  # noqa: F401
 
     transformers.utils.logging.disable_progress_bar()
     PRETRAINED[side](f"{folder}/tiny")  # first-call set-up belongs to no side

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from monitor import Trainee, emit_cost, run
 
-from composer_fsdp2.trainer.step import train_batch
+from composer_fsdp2.trainer.loop.step import train_batch
 
 
 def _automatic(trainee: Trainee) -> Callable[[], float]:

@@ -32,7 +32,8 @@ from sync import Model
 from torch.utils.data import DataLoader, TensorDataset
 
 import composer_fsdp2
-from composer_fsdp2.guards import joint_exit, order_check
+from composer_fsdp2.guards import order_check
+from composer_fsdp2.guards.leaving import joint_exit
 from composer_fsdp2.step.agreement import agreement_of, neighbours
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives
 from composer_fsdp2.torch_private.tensors import default_store

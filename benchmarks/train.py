@@ -45,9 +45,9 @@ import composer_fsdp2
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.estimate.clock import GPUS, Gpu, step_times
 from composer_fsdp2.estimate.forecast import forecast
-from composer_fsdp2.trainer.forecast import traced_settings
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
+from composer_fsdp2.prepare.model import TRANSFORMATIONS
+from composer_fsdp2.prepare.plan import PreparePlan
+from composer_fsdp2.prepare.trace import traced_settings
 from tests.support.plan_layouts import HuggingFace, Layout, work_of
 
 MPT_ATTENTION = "flash" if importlib.util.find_spec("flash_attn") else "torch"

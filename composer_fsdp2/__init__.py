@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from composer_fsdp2.optim.muon.optimizer import Muon
     from composer_fsdp2.optim.norms import clip_grad_norm_
     from composer_fsdp2.parallel.sequence.attention import sequence_attention
+    from composer_fsdp2.patches import install, installed, uninstall
     from composer_fsdp2.plan.module_tree import tied_groups
     from composer_fsdp2.plan.planner import plan_wrapping
     from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+    from composer_fsdp2.prepare.model import prepare_fully_shard
+    from composer_fsdp2.prepare.settings import TrainerFSDP2Config
     from composer_fsdp2.shard.apply import apply_plan
     from composer_fsdp2.shard.summon import full_tensor, summon_full_params
-    from composer_fsdp2.trainer.config import TrainerFSDP2Config
-    from composer_fsdp2.trainer.monitor import FSDP2Monitor
-    from composer_fsdp2.trainer.patches import install, installed, uninstall
-    from composer_fsdp2.trainer.prepare import prepare_fully_shard
+    from composer_fsdp2.trainer.extensions.monitor import FSDP2Monitor
 
 __version__ = "0.3.0.dev0"
 
@@ -40,27 +40,27 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "FSDP2Config": "config.schema",
-    "FSDP2Monitor": "trainer.monitor",
+    "FSDP2Monitor": "trainer.extensions.monitor",
     "Muon": "optim.muon.optimizer",
     "PatchError": "errors",
     "PlanError": "errors",
     "ShardUnit": "plan.wrap_plan",
-    "TrainerFSDP2Config": "trainer.config",
+    "TrainerFSDP2Config": "prepare.settings",
     "WrapPlan": "plan.wrap_plan",
     "apply_activation": "blocks.activation",
     "apply_plan": "shard.apply",
     "clip_grad_norm_": "optim.norms",
     "full_tensor": "shard.summon",
-    "install": "trainer.patches",
-    "installed": "trainer.patches",
+    "install": "patches",
+    "installed": "patches",
     "parse_config": "config.schema",
     "plan_activation": "blocks.activation",
     "plan_wrapping": "plan.planner",
-    "prepare_fully_shard": "trainer.prepare",
+    "prepare_fully_shard": "prepare.model",
     "sequence_attention": "parallel.sequence.attention",
     "summon_full_params": "shard.summon",
     "tied_groups": "plan.module_tree",
-    "uninstall": "trainer.patches",
+    "uninstall": "patches",
 }
 
 __all__ = [

@@ -3,7 +3,7 @@
 [Note: transformations] Every transformation has the same four steps. `plan` decides on names,
 `check` compares the decision with the machine and the units, `apply` changes the model, `describe`
 says what is done. Ranks compare the descriptions before any of them changes its model. Their order
-is one tuple, `TRANSFORMATIONS` in `trainer/prepare.py`: a new transformation is a file with its
+is one tuple, `TRANSFORMATIONS` in `prepare/model.py`: a new transformation is a file with its
 class, its setting, and its place in that tuple.
 """
 

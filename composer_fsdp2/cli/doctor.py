@@ -164,13 +164,12 @@ def diagnose(
             if parts is not None and (machine.gpus or parts.settings.verbose):
                 from composer_fsdp2.foundry.forecast import forecast_run
                 from composer_fsdp2.tools.doctor import memory_findings
-                from composer_fsdp2.trainer.monitor import bytes_of
 
                 with quiet(errors=True):
                     forecast = forecast_run(parts, cluster)
                 if machine.gpus:
                     found += memory_findings(forecast, machine.gpus[0])
-                step = bytes_of(forecast)
+                step = forecast.of_a_step()
             run = dataclasses.replace(
                 run,
                 builds_on_meta=rehearsal.builds_on_meta,
@@ -233,10 +232,10 @@ def _read_machine() -> Machine:
     """Looks at the installation. Imports Composer, whose sources are compared."""
     import torch
 
+    from composer_fsdp2.patches import patch_states
     from composer_fsdp2.shard.communication import VARIABLES, nccl_version
     from composer_fsdp2.tools.doctor import Gpu, Machine
     from composer_fsdp2.torch_private.members import member_states
-    from composer_fsdp2.trainer.patches import patch_states
 
     count = torch.cuda.device_count()
     devices = [torch.cuda.get_device_properties(number) for number in range(count)]

@@ -365,7 +365,7 @@ def _evaluate_from_yaml(run: Path, overrides: list[str]) -> None:
 
     from composer_fsdp2.foundry.names import check_eval_keys
     from composer_fsdp2.foundry.registered import register
-    from composer_fsdp2.trainer.patches import install
+    from composer_fsdp2.patches import install
 
     check_eval_keys(run_file.read_run(run, overrides))
     register()

@@ -159,7 +159,7 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
     from omegaconf import OmegaConf
 
     from composer_fsdp2.tools.parity import read_steps
-    from composer_fsdp2.trainer.step_record import NAME
+    from composer_fsdp2.trainer.extensions.step_record import NAME
 
     place.mkdir(exist_ok=True)
     record = place / "steps.jsonl"

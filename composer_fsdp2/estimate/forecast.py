@@ -66,12 +66,33 @@ class Forecast:
         """Returns the most memory on the device."""
         return sum(self.peak.values())
 
+    def of_a_step(self) -> dict[str, Any] | None:
+        """Returns those numbers that a run can measure in a step, and the notes.
+
+        Returns:
+            `None` for a model that could not be traced.
+        """
+        if self.kept is None:
+            return None
+        numbers: dict[str, Any] = {**self.held, "gathered_bytes": 0, "reduced_bytes": 0}
+        for sent in self.sent:
+            if sent.kind in _MEASURED and sent.axis.name in _UNIT_AXES:
+                numbers[_MEASURED[sent.kind]] += sent.size_bytes
+        return {**numbers, "peak_allocated_bytes": self.peak_bytes, "notes": self.notes}
+
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
         sent = [{**asdict(one), "wire_bytes": round(one.wire_bytes)} for one in self.sent]
         return {**asdict(self), "sent": sent, "peak_bytes": self.peak_bytes}
 
 
+_MEASURED = {
+    "all-gather": "gathered_bytes",
+    "reduce-scatter": "reduced_bytes",
+    "all-reduce": "reduced_bytes",
+}
+_UNIT_AXES = {"dp_shard", "dp_replicate", "efsdp", "reshard"}
+"""axes on which units are gathered and reduced"""
 _WORKSPACES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 """layers whose libraries take much memory for themselves"""
 

@@ -22,9 +22,9 @@ from composer_fsdp2.estimate.trace import Work
 from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.rehearsal import Parts
 from composer_fsdp2.optim.elementwise import check_optimizer_state
-from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
+from composer_fsdp2.prepare.model import TRANSFORMATIONS
+from composer_fsdp2.prepare.plan import PreparePlan
+from composer_fsdp2.prepare.trace import compute_loss, preparing, traced_settings
 
 __all__ = ["batch_of", "forecast_run", "search_run"]
 

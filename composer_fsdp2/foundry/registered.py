@@ -11,10 +11,13 @@ def register() -> None:
 
     from composer_fsdp2.foundry.transform import transform
     from composer_fsdp2.optim.muon.optimizer import Muon
-    from composer_fsdp2.trainer import config, monitor, step_record
+    from composer_fsdp2.prepare.measured_step import MONITOR
+    from composer_fsdp2.trainer import config
+    from composer_fsdp2.trainer.extensions import step_record
+    from composer_fsdp2.trainer.extensions.monitor import FSDP2Monitor
 
     registry.config_transforms.register(config.TRANSFORM, func=transform)
-    registry.callbacks.register(monitor.NAME, func=monitor.FSDP2Monitor)
+    registry.callbacks.register(MONITOR, func=FSDP2Monitor)
     registry.optimizers.register("muon", func=Muon)
     # `parity` writes its name into the configurations that it runs.
     registry.algorithms.register(step_record.NAME, func=step_record.Recorder)

@@ -65,15 +65,15 @@ from composer_fsdp2.foundry.names import NAME, refuse_unknown, wrong_kinds
 from composer_fsdp2.foundry.offline_model import fuse_attention, offline_config, without_flash
 from composer_fsdp2.foundry.registered import register, register_names
 from composer_fsdp2.parallel.division import Division, GroupSizes
+from composer_fsdp2.patches import engine
 from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.prepare.model import TRANSFORMATIONS
+from composer_fsdp2.prepare.plan import PreparePlan
 from composer_fsdp2.shard.apply import collector_paused
-from composer_fsdp2.trainer.extensions import check_extensions, items_of
-from composer_fsdp2.trainer.load import check_checkpoint
-from composer_fsdp2.trainer.patches import engine
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
-from composer_fsdp2.trainer.start import check_save_folder
+from composer_fsdp2.trainer.checkpoint.load import check_checkpoint
+from composer_fsdp2.trainer.checkpoint.save_folder import check_save_folder
+from composer_fsdp2.trainer.extensions.table import check_extensions, items_of
 
 __all__ = ["Parts", "Rehearsal", "rehearse"]
 

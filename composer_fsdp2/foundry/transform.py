@@ -73,7 +73,7 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
     parsed = parse_run_config(cfg)
     if not requests_fsdp2(parsed):
         return parsed
-    from composer_fsdp2.trainer import patches
+    from composer_fsdp2 import patches
 
     patches.install()
     if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -335,7 +335,7 @@ def _share_batches(parsed: Mapping[str, Any], settings: FSDP2Config) -> dict[str
         elif isinstance(given, Mapping):
             changed[key] = _replicated(key, given, size)
     if isinstance(batch, int):
-        # LLM Foundry divides it by the number of ranks. `trainer.groups: show_batch` follows.
+        # LLM Foundry divides it by the number of ranks. `trainer.loop.groups: show_batch` follows.
         changed["global_train_batch_size"] = batch * size
     return changed
 

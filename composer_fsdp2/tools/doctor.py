@@ -18,18 +18,18 @@ from composer_fsdp2.config.schema import FSDP2Config, known_settings
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.report import fits
 from composer_fsdp2.foundry.findings import Finding, findings_of
+from composer_fsdp2.patches import describe_patches
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.shard.communication import missing_for
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
 from composer_fsdp2.step.agreement import neighbours
 from composer_fsdp2.text import size_text
 from composer_fsdp2.torch_private.members import EVERY_RUN
-from composer_fsdp2.trainer.patches import describe_patches
 
 if TYPE_CHECKING:
     from composer_fsdp2.estimate.forecast import Forecast
+    from composer_fsdp2.patches import PatchState
     from composer_fsdp2.torch_private.members import MemberState
-    from composer_fsdp2.trainer.patches import PatchState
 
 __all__ = [
     "KEYS",

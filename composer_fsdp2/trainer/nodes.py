@@ -15,9 +15,7 @@ from typing import Any
 from composer.utils import checkpoint as composers
 from composer.utils import dist
 
-from composer_fsdp2.trainer.groups import View
-
-__all__ = ["OwnPaths", "build_evaluators", "node_rank", "signal_file_name"]
+__all__ = ["build_evaluators", "node_rank", "signal_file_name"]
 
 
 def node_rank(original: Callable[[], int]) -> int:
@@ -67,11 +65,3 @@ def build_evaluators(
         destination_dir = composers._get_local_rank_zero_path(made)
     given = (icl_tasks, tokenizer, default_max_seq_len, default_batch_size, destination_dir)
     return original(*given, *args, **kwargs)
-
-
-class OwnPaths(View):
-    """Composer's `dist` for tasks with categories, which every node writes where rank 0 does."""
-
-    def all_gather_object(self, obj: str) -> list[str]:
-        """Returns this rank's own path in the place of rank 0's. Collective: yes."""
-        return [obj, *self.wrapped.all_gather_object(obj)[1:]]

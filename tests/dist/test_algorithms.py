@@ -31,7 +31,7 @@ from torchvision.transforms import ToPILImage, ToTensor
 
 from composer_fsdp2 import CheckpointError, ConfigError, Muon, installed, prepare_fully_shard
 from composer_fsdp2.text import plain_name
-from composer_fsdp2.trainer.extensions import ALGORITHMS
+from composer_fsdp2.trainer.extensions.table import ALGORITHMS
 from tests.support.extension_table import works
 from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
 from tests.support.parity import OPTIMIZERS, assert_same_gradients

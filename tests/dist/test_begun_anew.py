@@ -18,7 +18,7 @@ from moto.server import ThreadedMotoServer
 
 from composer_fsdp2 import installed
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.trainer.start import check_save_folder
+from composer_fsdp2.trainer.checkpoint.save_folder import check_save_folder
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _run, _state
 from tests.support.saved import save_folder
 from tests.support.training import largest_difference

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from composer_fsdp2 import ConfigError, FSDP2Config, installed, prepare_fully_shard
-from composer_fsdp2.trainer.extensions import CALLBACKS
+from composer_fsdp2.trainer.extensions.table import CALLBACKS
 from tests.support.extension_table import works
 from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
 from tests.support.parity import OPTIMIZERS

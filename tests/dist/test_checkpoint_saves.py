@@ -26,7 +26,7 @@ from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.convert import write_sharded
 from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.trainer import save
+from composer_fsdp2.trainer.checkpoint import save
 from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
 from tests.support.fsdp1_fixtures import expected, fsdp1_losses

@@ -17,10 +17,9 @@ from composer_fsdp2 import installed
 from composer_fsdp2.config.schema import FORECAST, parse_config
 from composer_fsdp2.estimate.forecast import forecast
 from composer_fsdp2.estimate.trace import Work
-from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
-from composer_fsdp2.trainer.monitor import bytes_of
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
+from composer_fsdp2.prepare.model import TRANSFORMATIONS
+from composer_fsdp2.prepare.plan import PreparePlan
+from composer_fsdp2.prepare.trace import compute_loss, preparing, traced_settings
 from tests.support.models import TinyComposer, batches
 from tests.support.training import built, loader_of, samples_of, trainer_for
 
@@ -78,7 +77,7 @@ def predicted(fsdp2: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch
         ranks_per_node=ranks,
     )
     found = forecast(model, optimizer, plan.units, work)
-    numbers = bytes_of(found)
+    numbers = found.of_a_step()
     assert numbers is not None
     assert numbers["peak_allocated_bytes"] == found.peak_bytes
     return numbers

@@ -22,13 +22,14 @@ from transformers import LlamaForCausalLM
 from composer_fsdp2 import (
     CheckpointError,
     installed,
+    patches,
     prepare_fully_shard,
     summon_full_params,
 )
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.torch_private import members
-from composer_fsdp2.trainer import hugging_face, patches
 from composer_fsdp2.trainer.config import parse_parallelism_config
+from composer_fsdp2.trainer.extensions import hugging_face
 from tests.dist import test_explain, test_gathered
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
 from tests.support.models import WIDTH, TinyComposer, TinyLM, batches, llama_config

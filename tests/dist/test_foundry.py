@@ -24,8 +24,8 @@ from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.checkpoint.pickles import TRUST_VARIABLE
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.foundry.transform import parse_run_config, transform
+from composer_fsdp2.patches import uninstall
 from composer_fsdp2.trainer.config import parse_parallelism_config
-from composer_fsdp2.trainer.patches import uninstall
 from tests.support.foundry import (
     FSDP2,
     MODEL,

@@ -14,9 +14,9 @@ from composer.core import Callback, State
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import installed
-from composer_fsdp2.guards import joint_exit
+from composer_fsdp2.guards.leaving import joint_exit
 from composer_fsdp2.torch_private.collectives import Joined, around_collectives, join
-from composer_fsdp2.trainer.attempts import Attempt
+from composer_fsdp2.trainer.loop.attempts import Attempt
 from tests.support.models import TinyComposer
 from tests.support.training import built, samples_of, trainer_for
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import ConfigError, FSDP2Monitor, installed, prepare_fully_shard
 from composer_fsdp2.step.run import Run, run_of
-from composer_fsdp2.trainer.monitor import describe_sharding
+from composer_fsdp2.trainer.extensions.monitor import describe_sharding
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import OPTIMIZERS
 from tests.support.training import built, largest_difference, loader_of, samples_of, trainer_for

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import clip_grad_norm_, installed, prepare_fully_shard
 from composer_fsdp2.optim.norms import whole_metrics
-from composer_fsdp2.trainer.callbacks import logged_norms
-from composer_fsdp2.trainer.step_record import gradient_norm
+from composer_fsdp2.trainer.extensions.callbacks import logged_norms
+from composer_fsdp2.trainer.extensions.step_record import gradient_norm
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import OPTIMIZERS, assert_same_gradients, full
 from tests.support.training import samples_of, trainer_for

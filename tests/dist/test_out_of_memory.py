@@ -27,8 +27,8 @@ from torchmetrics import Metric
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.guards import out_of_memory as oom
-from composer_fsdp2.guards.out_of_memory import OOMGuard, sync_oom
+from composer_fsdp2.guards.leaving import out_of_memory as oom
+from composer_fsdp2.guards.leaving.out_of_memory import OOMGuard, sync_oom
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.torch_private.units import param_groups
@@ -402,7 +402,7 @@ def test_retried_allocations_lower_the_size_of_the_next_batch(batches: set[int],
             cuda = Instead(
                 torch.cuda, is_available=lambda: True, memory_stats=lambda: retries.stats
             )
-            for module in ("composer.trainer.trainer", "composer_fsdp2.trainer.step"):
+            for module in ("composer.trainer.trainer", "composer_fsdp2.trainer.loop.step"):
                 patch.setattr(f"{module}.torch", Instead(torch, cuda=cuda))
             found = fit(trainer)
     assert retries.sizes == sizes

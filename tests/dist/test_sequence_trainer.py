@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.guards.joint_exit import joint_exit_of
+from composer_fsdp2.guards.leaving.joint_exit import joint_exit_of
 from composer_fsdp2.parallel.row_order import order_of
 from tests.dist.test_blocks import fresh_compiler, graphs
 from tests.dist.test_sequence_parallel import SIZES, batches, llama

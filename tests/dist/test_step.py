@@ -11,8 +11,8 @@ import torch
 
 import composer_fsdp2
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2.prepare import model as prepare
 from composer_fsdp2.step.run import StepListener, run_of
-from composer_fsdp2.trainer import prepare
 from tests.support.models import TinyLM, batches, lm_loss
 from tests.support.parity import OPTIMIZERS, assert_same_values
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from composer_fsdp2 import installed, prepare_fully_shard
-from composer_fsdp2.trainer.step_record import Recorder, gradient_norm
+from composer_fsdp2.trainer.extensions.step_record import Recorder, gradient_norm
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import OPTIMIZERS
 from tests.support.training import (

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.guards import joint_exit, order_check
+from composer_fsdp2.guards import order_check
+from composer_fsdp2.guards.leaving import joint_exit
 from composer_fsdp2.guards.order_check import watchdog_of
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.step.run import run_of
-from composer_fsdp2.trainer.groups import refuse_auto
+from composer_fsdp2.trainer.loop.groups import refuse_auto
 from tests.dist.test_tensor_parallel import global_batches, gpt2, llama
 from tests.support.parity import TOLERANCE
 from tests.support.training import largest_difference, loader_of, trainer_for

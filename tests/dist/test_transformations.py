@@ -20,8 +20,8 @@ from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.parallel.division import Divided, Division
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.rules import by_class, root_rule
+from composer_fsdp2.prepare import model as prepare
 from composer_fsdp2.step.run import run_of
-from composer_fsdp2.trainer import prepare
 from tests.support.models import TinyLM, batches
 from tests.support.parity import check_parity
 from tests.support.toy_setting import OUTPUT_FACTOR, declaring

@@ -21,7 +21,7 @@ from composer.core import DataSpec, Evaluator, Event
 from torch import distributed as dist
 
 from composer_fsdp2 import installed
-from composer_fsdp2.guards.joint_exit import joint_exit_of
+from composer_fsdp2.guards.leaving.joint_exit import joint_exit_of
 from tests.support.faults_table import record
 from tests.support.limits import scaled
 from tests.support.memory_table import (

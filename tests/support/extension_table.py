@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from composer_fsdp2.trainer.extensions import ALGORITHMS, CALLBACKS, Extension
+from composer_fsdp2.trainer.extensions.table import ALGORITHMS, CALLBACKS, Extension
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "callbacks.md"
 

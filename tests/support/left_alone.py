@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2 import installed
-from composer_fsdp2.trainer.patches import uninstall
+from composer_fsdp2.patches import uninstall
 
 Case = Callable[[Path], Any]
 

@@ -21,8 +21,8 @@ from transformers import (
 from composer_fsdp2 import Muon, prepare_fully_shard
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.estimate.trace import Trace, Work, observe_steps, trace_steps
+from composer_fsdp2.prepare.trace import compute_loss, preparing, traced_settings
 from composer_fsdp2.step.run import Run, run_of
-from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
 from tests.support.experts import EXPERTS, FAMILIES, choose, force
 from tests.support.models import VOCAB, TinyLM, llama_config, lm_loss
 

@@ -9,7 +9,7 @@ import inspect
 import re
 from pathlib import Path
 
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
+from composer_fsdp2.prepare.model import TRANSFORMATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-it-works.md"
 MARK = re.compile(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from composer_fsdp2.patches import NEEDS
 from composer_fsdp2.shard.communication import METHODS
 from composer_fsdp2.torch_private.members import PRIVATE_MEMBERS
-from composer_fsdp2.trainer.patches import NEEDS
 from tests.support.supported_table import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "versions.md"

@@ -25,8 +25,8 @@ from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+from composer_fsdp2.prepare.conventions import trainer_rules
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
-from composer_fsdp2.trainer.prepare_plan import trainer_rules
 from tests.support.yaml_models import build_model
 
 ROOT = Path(__file__).parents[2]

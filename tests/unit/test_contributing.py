@@ -61,7 +61,7 @@ def test_its_python_can_be_read():
 
 def test_the_names_of_its_example_are_those_of_the_code():
     names = {
-        "composer_fsdp2/trainer/prepare_plan.py": (
+        "composer_fsdp2/prepare/plan.py": (
             "class PreparePlan:",
             "self.units = facts.units",
         ),

@@ -46,8 +46,8 @@ CODE: dict[str, tuple[Any, str, str, str | None]] = {
     "patches": (
         code.imported_patches,
         "trainer/x.py",
-        "import composer_fsdp2.trainer.patches.core",
-        "import composer_fsdp2.trainer.load",
+        "import composer_fsdp2.patches.core",
+        "import composer_fsdp2.trainer.checkpoint.load",
     ),
     "glue": (code.wrong_libraries, "trainer/x.py", "import llmfoundry.x", "import composer"),
     "torch alone": (code.wrong_libraries, "plan/x.py", "import yaml", "import torch.nn, json"),

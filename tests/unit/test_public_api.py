@@ -70,7 +70,7 @@ def test_importing_has_no_side_effect(module: str):
 def test_a_run_loads_only_the_rooms_it_asks_for():
     code = """
 import sys
-import composer_fsdp2.trainer.start, composer_fsdp2.trainer.step
+import composer_fsdp2.trainer.start, composer_fsdp2.trainer.loop.step
 rooms = ("parallel.tensor.", "parallel.sequence.", "parallel.expert.", "optim.muon.", "estimate.")
 found = [name.removeprefix("composer_fsdp2.") for name in sys.modules]
 print(*sorted(name for name in found if name.startswith(rooms)))

@@ -13,8 +13,8 @@ from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config
 from composer_fsdp2.parallel.expert.plan import REASON, ExpertPlan
 from composer_fsdp2.parallel.expert.transformation import ExpertParallel
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
+from composer_fsdp2.prepare.model import TRANSFORMATIONS
+from composer_fsdp2.prepare.plan import PreparePlan
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config, transform
 from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
-from composer_fsdp2.trainer.patches import uninstall
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
+from composer_fsdp2.patches import uninstall
+from composer_fsdp2.prepare.model import TRANSFORMATIONS
+from composer_fsdp2.prepare.plan import PreparePlan
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 

@@ -16,9 +16,9 @@ from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config, t
 from composer_fsdp2.parallel.division import GroupSizes
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
-from composer_fsdp2.trainer.patches import uninstall
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
+from composer_fsdp2.patches import uninstall
+from composer_fsdp2.prepare.model import TRANSFORMATIONS
+from composer_fsdp2.prepare.plan import PreparePlan
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 

@@ -21,7 +21,8 @@ from composer_fsdp2.config.schema import (
 )
 from composer_fsdp2.config.setting import BOOLEAN, Setting, count, settings_of
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_config
+from composer_fsdp2.prepare.settings import TrainerFSDP2Config
+from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.support.settings_page import example_of, page
 from tests.support.toy_setting import declaring
 

@@ -20,10 +20,10 @@ from composer_fsdp2.estimate.report import Batch, answer_lines, fits
 from composer_fsdp2.estimate.search import search, search_lines
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
+from composer_fsdp2.prepare.model import TRANSFORMATIONS
+from composer_fsdp2.prepare.plan import PreparePlan
+from composer_fsdp2.prepare.trace import traced_settings
 from composer_fsdp2.tools.doctor import Gpu, memory_findings
-from composer_fsdp2.trainer.forecast import traced_settings
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
 from tests.support.models import WIDTH
 from tests.support.plan_layouts import Dense, Layout, work_of
 

@@ -25,7 +25,7 @@ OTHERS = {"max_seq_len": 128, "model": {"name": "mpt_causal_lm"}}
 
 @pytest.fixture
 def uninstalled():
-    from composer_fsdp2.trainer import patches
+    from composer_fsdp2 import patches
 
     patches.uninstall()
     yield patches
@@ -225,10 +225,11 @@ def test_llm_foundry_finds_it():
 
 
 def test_llm_foundry_finds_the_callback():
-    from composer_fsdp2.trainer.monitor import NAME, FSDP2Monitor
+    from composer_fsdp2.prepare.measured_step import MONITOR
+    from composer_fsdp2.trainer.extensions.monitor import FSDP2Monitor
 
     found = importlib.metadata.entry_points(group="llmfoundry_callbacks")
-    ours = [entry for entry in found if entry.name == NAME]
+    ours = [entry for entry in found if entry.name == MONITOR]
     assert ours, "composer-fsdp2 is only on the path; install it, or LLM Foundry finds nothing"
     assert ours[0].load() is FSDP2Monitor
 

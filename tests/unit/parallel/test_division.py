@@ -33,7 +33,7 @@ def test_other_rooms_import_the_interface_alone():
     }
     folders = ("parallel/expert/", "parallel/sequence/", "parallel/tensor/")
     others = {file for file in files if not file.startswith(folders)}
-    assert others == {"__init__.py", "trainer/hugging_face.py", "trainer/prepare.py"}
+    assert others == {"__init__.py", "trainer/extensions/hugging_face.py", "prepare/model.py"}
 
 
 def test_divisions_do_not_know_each_other():

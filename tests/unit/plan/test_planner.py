@@ -21,7 +21,7 @@ from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, by_hf_blocks, by_name, root_rule
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.plan.wrap_plan import Decision, Rule, ShardUnit, WrapPlan
-from composer_fsdp2.trainer.prepare_plan import trainer_rules
+from composer_fsdp2.prepare.conventions import trainer_rules
 from tests.support.models import (
     TIES,
     AcrossChildren,

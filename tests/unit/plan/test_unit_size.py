@@ -20,7 +20,7 @@ from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule, with_fp32_islands
 from composer_fsdp2.plan.unit_size import UnitSizes
 from composer_fsdp2.plan.wrap_plan import WrapPlan
-from composer_fsdp2.trainer.prepare_plan import trainer_rules
+from composer_fsdp2.prepare.conventions import trainer_rules
 from tests.support.models import Block, TinyLM, llama_config
 
 BLOCKS = by_class(Block)

@@ -13,9 +13,11 @@ import pytest
 from composer.utils.misc import ParallelismType
 from typer.testing import CliRunner
 
+from composer_fsdp2 import patches
 from composer_fsdp2.cli import main
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.foundry.findings import Finding
+from composer_fsdp2.patches import PATCHES, PatchState
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.tools.doctor import (
     Gpu,
@@ -33,8 +35,6 @@ from composer_fsdp2.torch_private.members import (
     MemberState,
     PrivateMember,
 )
-from composer_fsdp2.trainer import patches
-from composer_fsdp2.trainer.patches import PATCHES, PatchState
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")

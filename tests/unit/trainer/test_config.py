@@ -17,11 +17,8 @@ from composer_fsdp2.config.parallel import TensorSpec
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.config.wrapping import PrecisionSpec, Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.trainer.config import (
-    TrainerFSDP2Config,
-    parse_parallelism_config,
-    resolve_settings,
-)
+from composer_fsdp2.prepare.settings import TrainerFSDP2Config, resolve_settings
+from composer_fsdp2.trainer.config import parse_parallelism_config
 
 
 @pytest.fixture(autouse=True)

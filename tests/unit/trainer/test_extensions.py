@@ -11,7 +11,7 @@ from composer.algorithms import GradientClipping, StochasticDepth
 from composer.core import Algorithm, Callback
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.trainer.extensions import (
+from composer_fsdp2.trainer.extensions.table import (
     ALGORITHMS,
     CALLBACKS,
     Extension,

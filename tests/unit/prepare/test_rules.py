@@ -17,11 +17,8 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.wrap_plan import ShardUnit
-from composer_fsdp2.trainer.prepare_plan import (
-    _check_offload,
-    activation_choice,
-    trainer_rules,
-)
+from composer_fsdp2.prepare.conventions import activation_choice, trainer_rules
+from composer_fsdp2.prepare.plan import _check_offload
 from tests.support.models import AcrossChildren, Block, TinyComposer, TinyLM
 
 

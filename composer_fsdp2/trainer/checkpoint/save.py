@@ -45,21 +45,21 @@ from composer_fsdp2.checkpoint.write import (
 )
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
+from composer_fsdp2.prepare.settings import TrainerFSDP2Config
 from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
 from composer_fsdp2.step.agreement import gloo_groups
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
-from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
-from composer_fsdp2.trainer.config import TrainerFSDP2Config
-from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys
-from composer_fsdp2.trainer.override_attribute import override_attribute
-from composer_fsdp2.trainer.uploads import (
+from composer_fsdp2.trainer.checkpoint.load_steps import Ignore, StateDict, drop_keys
+from composer_fsdp2.trainer.checkpoint.uploads import (
     check_uploads,
     failed_after_save,
     failed_upload,
     file_of_rank,
     save_and_upload,
 )
+from composer_fsdp2.trainer.extensions.algorithms import spread_averages, whole_averages
+from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [
     "check_saved_adapters",

@@ -3,7 +3,7 @@
 [Note: out of memory] A rank whose allocation fails leaves forward or backward where it is, and the
 others would wait for it in the next collective. While an `OOMGuard` that agrees is installed, ranks
 exchange their state before every collective of a unit; one of the Trainer does not agree, and
-`guards.joint_exit` brings its ranks out. The rank that failed answers with `failed`
+`guards.leaving.joint_exit` brings its ranks out. The rank that failed answers with `failed`
 until all others have heard it and left as well; then each of them is reset, and all try again with
 less. The messages are those of Composer's trainer for FSDP1, so its waiting loop meets ours.
 """

@@ -32,21 +32,22 @@ from composer.utils import dist
 
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.guards.explain import explained, explained_reading
+from composer_fsdp2.guards.leaving.out_of_memory import OOMGuard, is_out_of_memory
 from composer_fsdp2.guards.order_check import OrderCheck, add_rank_report
-from composer_fsdp2.guards.out_of_memory import OOMGuard, is_out_of_memory
 from composer_fsdp2.step.accumulation import reset
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.step.unused_parameters import UnusedParameters
-from composer_fsdp2.trainer.attempts import (
+from composer_fsdp2.trainer.dist_views import counting_groups
+from composer_fsdp2.trainer.loop.attempts import (
     Attempt,
     exit_of,
     leaving_together,
     lower_size_that_thrashes,
     tensors_of,
 )
-from composer_fsdp2.trainer.groups import counting_groups, refuse_auto
+from composer_fsdp2.trainer.loop.groups import refuse_auto
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [

@@ -18,9 +18,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from composer_fsdp2.trainer.patches.engine import CORE, Feature, PatchPoint, check_features
+from composer_fsdp2.patches.engine import CORE, Feature, PatchPoint
 
-__all__ = ["CHECKPOINT_ROWS", "TRAINER_ROWS", "parse_parallelism_config"]
+__all__ = ["CHECKPOINT_ROWS", "TRAINER_ROWS"]
 
 _UPSTREAM = "https://github.com/mosaicml/composer/blob/v0.32.1/composer"
 _TRAINER = "composer.trainer.trainer"
@@ -59,28 +59,6 @@ _ASYNC_SAVE = Feature(
 )
 
 
-def parse_parallelism_config(original: Any, trainer: Any, parallelism_config: Any) -> Any:
-    """Replaces `Trainer._parse_parallelism_config`. Collective: no.
-
-    Raises:
-        ConfigError: for wrong settings, and arguments of the Trainer that do not go with them.
-        PatchError: for a feature that is switched off.
-    """
-    from composer_fsdp2.trainer import config
-    from composer_fsdp2.trainer.extensions import items_of
-    from composer_fsdp2.trainer.start import ARGUMENTS, check_arguments
-
-    if not config.concerns_fsdp2(parallelism_config):
-        return original(trainer, parallelism_config)
-    parsed = config.parse_parallelism_config(parallelism_config)
-    if parsed is not None and parsed.fsdp2 is not None:
-        arguments = getattr(trainer, ARGUMENTS, {})
-        check_arguments(arguments, config.resolve_settings(parsed.fsdp2))
-        size = arguments.get("device_train_microbatch_size")
-        check_features(items_of(arguments), size, parsed.fsdp2)
-    return parsed
-
-
 def _is_sharded(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
     from composer_fsdp2.step.run import run_of
 
@@ -104,7 +82,7 @@ def _gets_state_of_fsdp2(*args: Any, **kwargs: Any) -> bool:
 TRAINER_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_TRAINER}:Trainer._parse_parallelism_config",
-        replacement="trainer.patches.trainer:parse_parallelism_config",
+        replacement="trainer.start:read_settings",
         feature=CORE,
         why="reads only the keys fsdp and tp, so that fsdp2 and a misspelt key become plain DDP",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L3750",
@@ -112,7 +90,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.distributed.prepare_distributed:parallelize_composer_model",
-        replacement="trainer.prepare:parallelize_composer_model",
+        replacement="prepare.model:parallelize_composer_model",
         feature=CORE,
         why="wraps without the root, refuses ties, drops optimizer state and knows only CUDA",
         upstream=f"{_UPSTREAM}/distributed/prepare_distributed.py#L198",
@@ -146,7 +124,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.core.state:State._apply_fsdp",
-        replacement="trainer.algorithms:apply_fsdp",
+        replacement="trainer.extensions.algorithms:apply_fsdp",
         feature=CORE,
         why="leaves averages of weights with whole tensors when the model is sharded",
         upstream=f"{_UPSTREAM}/core/state.py#L1338",
@@ -154,7 +132,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer._train_loop",
-        replacement="trainer.step:train_loop",
+        replacement="trainer.loop.step:train_loop",
         feature=CORE,
         why="lets ranks run different numbers of microbatches, and wait for each other for ever",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L2383",
@@ -163,7 +141,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer._iter_dataloader",
-        replacement="trainer.step:iterate",
+        replacement="trainer.loop.step:iterate",
         feature=CORE,
         why="says nothing of data left out because that of another rank has ended",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L3594",
@@ -172,7 +150,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.core.state:_create_device_mesh",
-        replacement="trainer.groups:create_mesh",
+        replacement="trainer.loop.groups:create_mesh",
         feature=_TENSOR,
         why="builds a mesh without the axis of tensor parallelism",
         upstream=f"{_UPSTREAM}/core/state.py#L175",
@@ -180,7 +158,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer._accumulate_time_across_ranks",
-        replacement="trainer.groups:counted_once",
+        replacement="trainer.loop.groups:counted_once",
         feature=_TENSOR,
         why="counts samples and tokens once for each rank of a tensor group",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L2347",
@@ -188,7 +166,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.core.state:State.set_dataloader",
-        replacement="trainer.groups:set_dataloader",
+        replacement="trainer.loop.groups:set_dataloader",
         feature=_TENSOR,
         why="takes data that a sampler dealt to single ranks for that of groups",
         upstream=f"{_UPSTREAM}/core/state.py#L1614",
@@ -196,7 +174,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:dist",
-        replacement="trainer.groups:CountsGroups",
+        replacement="trainer.dist_views:CountsGroups",
         feature=_TENSOR,
         why="takes samples that a sampler repeated off single ranks of a tensor group",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L1",
@@ -205,7 +183,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer._train_microbatches",
-        replacement="trainer.step:train_microbatches",
+        replacement="trainer.loop.step:train_microbatches",
         feature=CORE,
         why="leaves gradients of a batch that failed half way to the next one",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L2779",
@@ -214,7 +192,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer._train_microbatch",
-        replacement="trainer.step:train_microbatch",
+        replacement="trainer.loop.step:train_microbatch",
         feature=CORE,
         why="tells only DDP which microbatch is the last one",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L2870",
@@ -223,7 +201,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer._eval_loop",
-        replacement="trainer.step:eval_loop",
+        replacement="trainer.loop.step:eval_loop",
         feature=_EVALUATION,
         why="gathers as training does, and leaves ranks waiting for one that runs out of memory",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L3314",
@@ -232,7 +210,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer.predict",
-        replacement="trainer.step:predict",
+        replacement="trainer.loop.step:predict",
         feature=_PREDICTION,
         why="has no other choice between memory and gathers than training has",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L3016",
@@ -241,7 +219,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer._train_batch",
-        replacement="trainer.step:train_batch",
+        replacement="trainer.loop.step:train_batch",
         feature=_AUTO,
         why="leaves ranks waiting for one that runs out of memory under FSDP2",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L2636",
@@ -268,7 +246,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
 CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_CHECKPOINT}:load_checkpoint",
-        replacement="trainer.start:load_any_checkpoint",
+        replacement="trainer.checkpoint.autoresume:load_any_checkpoint",
         feature=CORE,
         why="takes the kind of a checkpoint from a setting, and loads some wrongly in silence",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L406",
@@ -276,7 +254,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CHECKPOINT}:_save_checkpoint",
-        replacement="trainer.save:save_checkpoint",
+        replacement="trainer.checkpoint.save:save_checkpoint",
         feature=CORE,
         why="writes into the place of the last checkpoint, which is lost if the run dies meanwhile",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L1023",
@@ -285,7 +263,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CHECKPOINT}:_torch_load_with_validation",
-        replacement="trainer.safe_reading:read_file",
+        replacement="trainer.checkpoint.safe_reading:read_file",
         feature=CORE,
         why="executes code that a file contains",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L111",
@@ -293,7 +271,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.checkpoint.load:_torch_load_with_validation",
-        replacement="trainer.safe_reading:read_file",
+        replacement="trainer.checkpoint.safe_reading:read_file",
         feature=_LOAD_FUNCTIONS,
         why="executes code that a file contains (a second name of the same function)",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L111",
@@ -302,7 +280,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.checkpoint.load:load_resumption_checkpoint",
-        replacement="trainer.safe_reading:load_resumption",
+        replacement="trainer.checkpoint.safe_reading:load_resumption",
         feature=_LOAD_FUNCTIONS,
         why="executes code that a resumption.pkl contains",
         upstream=f"{_UPSTREAM}/checkpoint/load.py#L632",
@@ -311,7 +289,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CHECKPOINT}:FileSystemReaderWithValidation.read_metadata",
-        replacement="trainer.safe_reading:read_folder_metadata",
+        replacement="trainer.checkpoint.safe_reading:read_folder_metadata",
         feature=CORE,
         why="executes code that a .metadata contains",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L191",
@@ -319,7 +297,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CHECKPOINT}:FileSystemReaderWithValidation.read_data",
-        replacement="trainer.safe_reading:read_folder_data",
+        replacement="trainer.checkpoint.safe_reading:read_folder_data",
         feature=CORE,
         why="executes code that an entry contains, and under FSDP2 does not compare checksums",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L176",
@@ -327,7 +305,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CHECKPOINT}:download_checkpoint",
-        replacement="trainer.safe_reading:download_checkpoint",
+        replacement="trainer.checkpoint.safe_reading:download_checkpoint",
         feature=CORE,
         why="unpacks archives without looking where their members want to go",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L723",
@@ -335,7 +313,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.core.state:State._apply_required_algorithms",
-        replacement="trainer.extensions:apply_required_algorithms",
+        replacement="trainer.extensions.table:apply_required_algorithms",
         feature=CORE,
         why="evaluates text that comes from the checkpoint",
         upstream=f"{_UPSTREAM}/core/state.py#L1092",
@@ -343,7 +321,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_SAVER}.init",
-        replacement="trainer.save:make_save_folder",
+        replacement="trainer.checkpoint.save:make_save_folder",
         feature=CORE,
         why="raises on one rank, and leaves the others waiting, when the folder cannot be made",
         upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L327",
@@ -352,7 +330,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_SAVER}.batch_end",
-        replacement="trainer.uploads:upload_link",
+        replacement="trainer.checkpoint.uploads:upload_link",
         feature=CORE,
         why="raises on one rank, and leaves the others waiting, when an upload has failed",
         upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L591",
@@ -361,7 +339,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_SAVER}.fit_start",
-        replacement="trainer.start:refuse_later_checkpoints",
+        replacement="trainer.checkpoint.save_folder:refuse_later_checkpoints",
         feature=CORE,
         why="lets a run that begins anew write over sharded checkpoints of another",
         upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L360",
@@ -370,7 +348,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_SAVER}._save_checkpoint",
-        replacement="trainer.save:save_in_background",
+        replacement="trainer.checkpoint.save:save_in_background",
         feature=_ASYNC_SAVE,
         why="stops training until a checkpoint is written",
         upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L436",
@@ -378,7 +356,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_SAVER}.fit_end",
-        replacement="trainer.save:finish_at_fit_end",
+        replacement="trainer.checkpoint.save:finish_at_fit_end",
         feature=_ASYNC_SAVE,
         why="does not wait for a checkpoint that is being written in the background",
         upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L621",
@@ -386,7 +364,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_SAVER}.post_close",
-        replacement="trainer.save:leave_background_save",
+        replacement="trainer.checkpoint.save:leave_background_save",
         feature=_ASYNC_SAVE,
         why="does not wait for a checkpoint that is being written in the background",
         upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L644",
@@ -394,7 +372,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target="composer.callbacks.checkpoint_saver:dist",
-        replacement="trainer.uploads:GathersErrors",
+        replacement="trainer.checkpoint.uploads:GathersErrors",
         feature=_ASYNC_SAVE,
         why="leaves ranks waiting for the file names of one that failed after a save",
         upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L1",

@@ -21,7 +21,7 @@ from composer.utils.remote_uploader import RemoteFilesExistingCheckStatus
 
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.trainer.groups import View
+from composer_fsdp2.trainer.dist_views import View
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [

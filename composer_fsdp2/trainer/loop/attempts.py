@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from composer.trainer import trainer as composers
 
-from composer_fsdp2.guards.out_of_memory import OOMGuard
+from composer_fsdp2.guards.leaving.out_of_memory import OOMGuard
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run
 from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.torch_private.tensors import tree_leaves
 
 if TYPE_CHECKING:
-    from composer_fsdp2.guards.joint_exit import JointExit
+    from composer_fsdp2.guards.leaving.joint_exit import JointExit
 
 __all__ = ["Attempt", "exit_of", "leaving_together", "lower_size_that_thrashes", "tensors_of"]
 
@@ -32,7 +32,7 @@ _THRASHES = 2
 def exit_of(run: Run) -> JointExit | None:
     """Returns the exit of this process, `None` where no other rank could wait. Collective: no."""
     # Imported on demand: only runs with `auto` need the exit.
-    from composer_fsdp2.guards.joint_exit import joint_exit_of
+    from composer_fsdp2.guards.leaving.joint_exit import joint_exit_of
 
     return joint_exit_of(run.device)
 

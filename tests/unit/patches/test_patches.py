@@ -18,11 +18,11 @@ import torch
 from composer.core import Event
 from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2 import patches
 from composer_fsdp2.errors import PatchError
 from composer_fsdp2.fingerprint import fingerprint_text
 from composer_fsdp2.foundry import transform
-from composer_fsdp2.trainer import patches
-from composer_fsdp2.trainer.patches import (
+from composer_fsdp2.patches import (
     PATCHES,
     PatchPoint,
     describe_patches,

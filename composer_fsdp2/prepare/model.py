@@ -31,8 +31,8 @@ from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.config.wrapping import PrecisionSpec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.guards.explain import ExplainErrors, UnusedHead
+from composer_fsdp2.guards.leaving.out_of_memory import OOMGuard
 from composer_fsdp2.guards.order_check import OrderCheck, Watchdog, is_broken
-from composer_fsdp2.guards.out_of_memory import OOMGuard
 from composer_fsdp2.guards.parameters import AddedParameters, GatheredParameters
 from composer_fsdp2.optim.elementwise import LaterOptimizers, apply_local_step
 from composer_fsdp2.optim.lion_state import LionAverages
@@ -41,8 +41,14 @@ from composer_fsdp2.parallel.division import BatchGroup, Divided, RankGroup
 from composer_fsdp2.parallel.expert.transformation import ExpertParallel
 from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
+from composer_fsdp2.patches import install_for_models
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.prepare.conventions import count_flops_once
+from composer_fsdp2.prepare.measured_step import MONITOR as MONITOR
+from composer_fsdp2.prepare.measured_step import Comparison, show
+from composer_fsdp2.prepare.plan import PreparePlan
+from composer_fsdp2.prepare.settings import resolve_settings
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
@@ -65,12 +71,6 @@ from composer_fsdp2.step.listeners import (
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.torch_private.members import check_private_members
-from composer_fsdp2.trainer.config import resolve_settings
-from composer_fsdp2.trainer.groups import count_flops_once
-from composer_fsdp2.trainer.monitor import NAME as MONITOR
-from composer_fsdp2.trainer.monitor import Comparison, show
-from composer_fsdp2.trainer.patches import install_for_models
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 __all__ = ["STEP", "TRANSFORMATIONS", "parallelize_composer_model", "prepare_fully_shard"]
 

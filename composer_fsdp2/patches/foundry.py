@@ -6,7 +6,7 @@ import functools
 import os
 from typing import Any
 
-from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, asked_by_class
+from composer_fsdp2.patches.engine import Feature, PatchPoint, asked_by_class
 
 __all__ = ["FOUNDRY_ROWS", "GROUPS", "ONE_RANK"]
 
@@ -64,7 +64,7 @@ def _has_several_nodes(*_args: Any, **_kwargs: Any) -> bool:
 FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_PACKAGE}.{_TRAIN}:dist",
-        replacement="trainer.groups:SharesAlone",
+        replacement="trainer.dist_views:SharesAlone",
         feature=ONE_RANK,
         why="is asked for the number of ranks, to train without FSDP when there is one",
         upstream=f"{_UPSTREAM}/command_utils/train.py#L211",
@@ -73,7 +73,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.utils.config_utils:update_config_with_batch_size_info",
-        replacement="trainer.groups:show_batch",
+        replacement="trainer.loop.groups:show_batch",
         feature=GROUPS,
         why="logs a batch that is multiplied, so that each group of ranks gets its share",
         upstream=f"{_UPSTREAM}/utils/config_utils.py#L465",
@@ -99,7 +99,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.{_ICL}:dist",
-        replacement="trainer.nodes:OwnPaths",
+        replacement="trainer.dist_views:OwnPaths",
         feature=_TASKS,
         why="writes each category to the path of rank 0, which other nodes do not read",
         upstream=f"{_UPSTREAM}/eval/datasets/in_context_learning_evaluation.py#L1543",
@@ -108,7 +108,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.optim.adaptive_lion:dist",
-        replacement="trainer.groups:ReducedNorms",
+        replacement="trainer.dist_views:ReducedNorms",
         feature=_ADAPTIVE_LIONS,
         why="adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
         upstream=f"{_UPSTREAM}/optim/adaptive_lion.py#L1",
@@ -117,7 +117,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.optim.adaptive_lion:DecoupledAdaLRLion.pre_reduce_metrics",
-        replacement="trainer.callbacks:keep_learning_rates",
+        replacement="trainer.extensions.callbacks:keep_learning_rates",
         feature=_ADAPTIVE_LIONS,
         why="squares the learning rates it reports together with the norms",
         upstream=f"{_UPSTREAM}/optim/adaptive_lion.py#L232",
@@ -125,7 +125,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.optim.lion:dist",
-        replacement="trainer.groups:ReducedNorms",
+        replacement="trainer.dist_views:ReducedNorms",
         feature=_LION,
         why="adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
         upstream=f"{_UPSTREAM}/optim/lion.py#L1",
@@ -134,7 +134,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.callbacks.resumption_callbacks:LayerFreezing.fit_start",
-        replacement="trainer.callbacks:freeze_layers",
+        replacement="trainer.extensions.callbacks:freeze_layers",
         feature=_FREEZING,
         why="does not find a parameter by its plain name under activation checkpointing",
         upstream=f"{_UPSTREAM}/callbacks/resumption_callbacks.py#L74",
@@ -142,7 +142,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.{_MONOLITH_SAVER}._save_checkpoint",
-        replacement="trainer.save:save_monolith",
+        replacement="trainer.checkpoint.save:save_monolith",
         feature=_MONOLITH,
         why="gathers whole weights with functions that know FSDP1 alone",
         upstream=f"{_UPSTREAM}/callbacks/monolithic_ckpt_callback.py#L76",

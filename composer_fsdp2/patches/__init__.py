@@ -10,21 +10,21 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager
 
-from composer_fsdp2.trainer.patches import engine
-from composer_fsdp2.trainer.patches.engine import (
+from composer_fsdp2.patches import engine
+from composer_fsdp2.patches.engine import (
     Feature,
     PatchPoint,
     PatchState,
     check_feature,
     describe_patches,
 )
-from composer_fsdp2.trainer.patches.extensions import (
+from composer_fsdp2.patches.extensions import (
     ALGORITHM_ROWS,
     CALLBACK_ROWS,
     HUGGINGFACE_ROWS,
 )
-from composer_fsdp2.trainer.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RANK
-from composer_fsdp2.trainer.patches.trainer import CHECKPOINT_ROWS, TRAINER_ROWS
+from composer_fsdp2.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RANK
+from composer_fsdp2.patches.trainer import CHECKPOINT_ROWS, TRAINER_ROWS
 
 __all__ = [
     "GROUPS",

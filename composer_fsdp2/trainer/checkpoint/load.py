@@ -49,13 +49,13 @@ from composer_fsdp2.parallel.row_order import order_of, whole_to_part
 from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
-from composer_fsdp2.trainer.load_optimizer import (
+from composer_fsdp2.trainer.checkpoint.load_optimizer import (
     States,
     asking_for,
     load_optimizers,
     saved_states,
 )
-from composer_fsdp2.trainer.load_steps import (
+from composer_fsdp2.trainer.checkpoint.load_steps import (
     Ignore,
     StateDict,
     check_objects,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, asked_by_class
+from composer_fsdp2.patches.engine import Feature, PatchPoint, asked_by_class
 
 __all__ = ["ALGORITHM_ROWS", "CALLBACK_ROWS", "HUGGINGFACE_ROWS"]
 
@@ -40,7 +40,7 @@ _ACTIVATIONS = _feature("callbacks", "activation_monitor", "ActivationMonitor")
 ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_ALGORITHMS}.gradient_clipping.gradient_clipping:_apply_agc",
-        replacement="trainer.algorithms:clip_adaptively",
+        replacement="trainer.extensions.algorithms:clip_adaptively",
         feature=_CLIPPING,
         why="takes a shard's norm for the whole",
         upstream=f"{_UPSTREAM}/algorithms/gradient_clipping/gradient_clipping.py#L66",
@@ -48,7 +48,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_ALGORITHMS}.gradient_clipping.gradient_clipping:apply_gradient_clipping",
-        replacement="trainer.algorithms:clip_gradients",
+        replacement="trainer.extensions.algorithms:clip_gradients",
         feature=_CLIPPING,
         why="clips through one DTensor operation after the other",
         upstream=f"{_UPSTREAM}/algorithms/gradient_clipping/gradient_clipping.py#L23",
@@ -56,7 +56,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_ALGORITHMS}.sam.sam:SAMOptimizer._grad_norm",
-        replacement="trainer.algorithms:ascent_norm",
+        replacement="trainer.extensions.algorithms:ascent_norm",
         feature=_SAM,
         why="reduces the norm of each gradient by itself",
         upstream=f"{_UPSTREAM}/algorithms/sam/sam.py#L110",
@@ -64,7 +64,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_ALGORITHMS}.layer_freezing.layer_freezing:freeze_layers",
-        replacement="trainer.algorithms:freeze_layers",
+        replacement="trainer.extensions.algorithms:freeze_layers",
         feature=_FREEZING,
         why="freezes shards, while gradients of the gathered parameters go on",
         upstream=f"{_UPSTREAM}/algorithms/layer_freezing/layer_freezing.py#L25",
@@ -72,7 +72,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_ALGORITHMS}.ema.ema:get_model_context_manager",
-        replacement="trainer.algorithms:weights_of",
+        replacement="trainer.extensions.algorithms:weights_of",
         feature=_EMA,
         why="mixes shards with parameters that evaluation left gathered",
         upstream=f"{_UPSTREAM}/algorithms/ema/ema.py#L87",
@@ -80,7 +80,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_ALGORITHMS}.ema.ema:EMAParameters.__init__",
-        replacement="trainer.algorithms:start_averages",
+        replacement="trainer.extensions.algorithms:start_averages",
         feature=_EMA,
         why="forgets in which order tensor parallelism holds fused projections",
         upstream=f"{_UPSTREAM}/algorithms/ema/ema.py#L401",
@@ -88,7 +88,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_ALGORITHMS}.ema.ema:EMA.state_dict",
-        replacement="trainer.algorithms:save_ema",
+        replacement="trainer.extensions.algorithms:save_ema",
         feature=_EMA,
         why="saves names with the wrappers of activation checkpointing in them",
         upstream=f"{_UPSTREAM}/algorithms/ema/ema.py#L307",
@@ -96,7 +96,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_ALGORITHMS}.ema.ema:EMA.load_state_dict",
-        replacement="trainer.algorithms:load_ema",
+        replacement="trainer.extensions.algorithms:load_ema",
         feature=_EMA,
         why="puts whole tensors in the place of shards",
         upstream=f"{_UPSTREAM}/algorithms/ema/ema.py#L354",
@@ -106,7 +106,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     # torch's own is used for a sharded model, so its source, which changes often, does not matter.
     _row(
         target=f"{_ALGORITHMS}.swa.swa:AveragedModel",
-        replacement="trainer.algorithms:average_weights",
+        replacement="trainer.extensions.algorithms:average_weights",
         feature=_SWA,
         why="copies the modules, which those of FSDP2 refuse",
         upstream=f"{_UPSTREAM}/algorithms/swa/swa.py#L29",
@@ -118,7 +118,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
 CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_CALLBACKS}.load_checkpoint:load_checkpoint",
-        replacement="trainer.start:load_any_checkpoint",
+        replacement="trainer.checkpoint.autoresume:load_any_checkpoint",
         feature=_feature("callbacks", "load_checkpoint", "LoadCheckpoint"),
         why="takes the kind of a checkpoint from a setting (a second name of the same function)",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L406",
@@ -126,7 +126,7 @@ CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CALLBACKS}.optimizer_monitor:OptimizerMonitor.batch_end",
-        replacement="trainer.callbacks:log_optimizer",
+        replacement="trainer.extensions.callbacks:log_optimizer",
         feature=_feature("callbacks", "optimizer_monitor", "OptimizerMonitor"),
         why="logs norms of the local shard",
         upstream=f"{_UPSTREAM}/callbacks/optimizer_monitor.py#L70",
@@ -134,7 +134,7 @@ CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CALLBACKS}.nan_monitor:NaNMonitor.after_loss",
-        replacement="trainer.callbacks:check_loss",
+        replacement="trainer.extensions.callbacks:check_loss",
         feature=_feature("callbacks", "nan_monitor", "NaNMonitor"),
         why="stops one rank and leaves the others waiting",
         upstream=f"{_UPSTREAM}/callbacks/nan_monitor.py#L18",
@@ -142,7 +142,7 @@ CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CALLBACKS}.early_stopper:EarlyStopper._get_monitored_metric",
-        replacement="trainer.callbacks:agreed_metric",
+        replacement="trainer.extensions.callbacks:agreed_metric",
         feature=_feature("callbacks", "early_stopper", "EarlyStopper"),
         why="stops some ranks when a metric is not the same on all",
         upstream=f"{_UPSTREAM}/callbacks/early_stopper.py#L106",
@@ -150,7 +150,7 @@ CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CALLBACKS}.threshold_stopper:ThresholdStopper._get_monitored_metric",
-        replacement="trainer.callbacks:agreed_metric",
+        replacement="trainer.extensions.callbacks:agreed_metric",
         feature=_feature("callbacks", "threshold_stopper", "ThresholdStopper"),
         why="stops some ranks when a metric is not the same on all",
         upstream=f"{_UPSTREAM}/callbacks/threshold_stopper.py#L86",
@@ -158,7 +158,7 @@ CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CALLBACKS}.activation_monitor:ActivationMonitor.create_module_names",
-        replacement="trainer.callbacks:name_modules",
+        replacement="trainer.extensions.callbacks:name_modules",
         feature=_ACTIVATIONS,
         why="logs names with the wrappers of activation checkpointing in them",
         upstream=f"{_UPSTREAM}/callbacks/activation_monitor.py#L225",
@@ -166,7 +166,7 @@ CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CALLBACKS}.activation_monitor:ActivationMonitor.add_metrics",
-        replacement="trainer.callbacks:measure_activation",
+        replacement="trainer.extensions.callbacks:measure_activation",
         feature=_ACTIVATIONS,
         why="adds to what checkpointed blocks save, and recomputing them then fails",
         upstream=f"{_UPSTREAM}/callbacks/activation_monitor.py#L213",
@@ -174,7 +174,7 @@ CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CALLBACKS}.memory_snapshot:MemorySnapshot.init",
-        replacement="trainer.callbacks:record_memory",
+        replacement="trainer.extensions.callbacks:record_memory",
         feature=_feature("callbacks", "memory_snapshot", "MemorySnapshot"),
         why="gives up when the weights are on the CPU, from where FSDP moves them",
         upstream=f"{_UPSTREAM}/callbacks/memory_snapshot.py#L98",
@@ -182,7 +182,7 @@ CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_CALLBACKS}.oom_observer:OOMObserver.init",
-        replacement="trainer.callbacks:record_memory",
+        replacement="trainer.extensions.callbacks:record_memory",
         feature=_feature("callbacks", "oom_observer", "OOMObserver"),
         why="gives up when the weights are on the CPU, from where FSDP moves them",
         upstream=f"{_UPSTREAM}/callbacks/oom_observer.py#L118",
@@ -225,7 +225,7 @@ def _resizes_shards(model: Any, new_num_tokens: int | None = None, *_: Any, **na
 HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
     PatchPoint(
         target="transformers.modeling_utils:PreTrainedModel.save_pretrained",
-        replacement="trainer.hugging_face:save_pretrained",
+        replacement="trainer.extensions.hugging_face:save_pretrained",
         feature=_SAVE,
         why="crashes on shards, and writes the name of the class FSDP2 gave the model",
         upstream="https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L3199",
@@ -235,7 +235,7 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
     ),
     PatchPoint(
         target="peft.peft_model:PeftModel.save_pretrained",
-        replacement="trainer.hugging_face:save_pretrained",
+        replacement="trainer.extensions.hugging_face:save_pretrained",
         feature=_SAVE_ADAPTERS,
         why="crashes on adapters that are shards, on the rank that writes them",
         upstream="https://github.com/huggingface/peft/blob/v0.16.0/src/peft/peft_model.py#L178",
@@ -245,7 +245,7 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
     ),
     PatchPoint(
         target="transformers.generation.utils:GenerationMixin.generate",
-        replacement="trainer.hugging_face:generate",
+        replacement="trainer.extensions.hugging_face:generate",
         feature=_GENERATE,
         why="repeats a step that does not fit any more when other ranks generate for longer",
         upstream="https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/generation/utils.py#L2112",
@@ -255,7 +255,7 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
     ),
     PatchPoint(
         target="transformers.modeling_utils:PreTrainedModel.resize_token_embeddings",
-        replacement="trainer.hugging_face:resize_token_embeddings",
+        replacement="trainer.extensions.hugging_face:resize_token_embeddings",
         feature=_RESIZE,
         why="puts unsharded weights in the place of shards, or ends in an error of torch",
         upstream="https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L2518",
@@ -265,7 +265,7 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
     ),
     PatchPoint(
         target="torch.distributed.fsdp:FullyShardedDataParallel.summon_full_params",
-        replacement="trainer.hugging_face:summon_shards",
+        replacement="trainer.extensions.hugging_face:summon_shards",
         feature=_SUMMON,
         why="knows only FSDP1 and shows the shards of FSDP2 without a word",
         upstream="https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/fully_sharded_data_parallel.py#L861",

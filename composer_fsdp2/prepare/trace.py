@@ -15,12 +15,12 @@ from torch import nn
 from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.prepare.model import TRANSFORMATIONS, apply_to_model
+from composer_fsdp2.prepare.plan import PreparePlan
 from composer_fsdp2.shard.device_mesh import build_mesh
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport
 from composer_fsdp2.shard.precision import compute_dtype
 from composer_fsdp2.step.run import Run
-from composer_fsdp2.trainer.prepare import TRANSFORMATIONS, apply_to_model
-from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 __all__ = ["LEFT_OUT", "compute_loss", "preparing", "traced_settings"]
 

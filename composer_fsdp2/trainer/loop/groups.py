@@ -7,39 +7,25 @@ Composer takes every rank for one with data of its own: its mesh has no place fo
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-import torch
 from composer.core import Evaluator
 from composer.core.state import State
-from composer.trainer import trainer as composers
 from composer.utils import ParallelismType, dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_fsdp2.config.group_size import ranks_of_a_batch, written_group_size
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.division import BatchGroup
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
-from composer_fsdp2.plan.module_tree import attribute_of
+from composer_fsdp2.prepare.settings import TrainerFSDP2Config
 from composer_fsdp2.step.run import run_of
-from composer_fsdp2.trainer.config import TrainerFSDP2Config
-from composer_fsdp2.trainer.override_attribute import override_attribute
+from composer_fsdp2.trainer.dist_views import counting_groups
 
 __all__ = [
-    "CountsGroups",
-    "ReducedNorms",
-    "SharesAlone",
-    "View",
-    "count_flops_once",
     "counted_once",
-    "counting_groups",
     "create_mesh",
     "refuse_auto",
     "set_dataloader",
@@ -120,80 +106,6 @@ def show_batch(original: Callable[..., Any], cfg: dict[str, Any], *args: Any, **
 
 
 # --- Counts ---
-
-
-def count_flops_once(model: nn.Module, group: BatchGroup | None) -> None:
-    """Has a model count the operations of a batch once for each group. Collective: no.
-
-    SpeedMonitor adds up the count of every rank for its batch, and divides by the ranks.
-    """
-    counted = attribute_of(model, "flops_per_batch")
-    if group is not None and callable(counted):
-        setattr(model, "flops_per_batch", functools.partial(_share, counted, group.size))  # noqa: B010
-
-
-def _share(counted: Callable[..., Any], size: int, batch: Any) -> float:
-    return counted(batch) / size
-
-
-class View(ModuleType):
-    """A module that answers as another one does, but for what a class below it changes."""
-
-    def __init__(self, dist: ModuleType) -> None:
-        super().__init__(dist.__name__, dist.__doc__)
-        self.wrapped = dist
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.wrapped, name)
-
-
-class CountsGroups(View):
-    """Composer's `dist` for the Trainer, which counts a group as one rank where it is told to."""
-
-    size = 1
-    """ranks that count as one"""
-
-    def get_global_rank(self) -> int:
-        """The number of the group."""
-        return self.wrapped.get_global_rank() // self.size
-
-    def get_world_size(self) -> int:
-        """The number of groups."""
-        return self.wrapped.get_world_size() // self.size
-
-    def all_reduce(self, tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
-        """Adds up once for each group. Collective: yes."""
-        self.wrapped.all_reduce(tensor, reduce_operation=reduce_operation)
-        if self.size > 1 and reduce_operation == "SUM":
-            tensor.div_(self.size, rounding_mode="floor")
-
-
-class SharesAlone(View):
-    """For the training script, which drops the FSDP settings of a run on one rank."""
-
-    keeps = False
-    """whether the settings of the run that starts next are FSDP2's"""
-
-    def get_world_size(self) -> int:
-        """Returns at least 2, once for each run that keeps its settings."""
-        ranks, keeps, self.keeps = self.wrapped.get_world_size(), self.keeps, False
-        return max(2, ranks) if keeps else ranks
-
-
-class ReducedNorms(View):
-    """For the Lion optimizers, which add up what they take for the norms of local shards."""
-
-    def all_reduce(self, tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
-        """Leaves a norm of a DTensor alone: it is that of the whole parameter already."""
-        if not isinstance(tensor, DTensor):
-            self.wrapped.all_reduce(tensor, reduce_operation=reduce_operation)
-
-
-def counting_groups(group: BatchGroup | None) -> contextlib.AbstractContextManager[Any]:
-    """Has the Trainer's functions count groups, not ranks, while a block runs. Collective: no."""
-    if group is None:
-        return contextlib.nullcontext()
-    return override_attribute(vars(composers)["dist"], "size", group.size)
 
 
 def counted_once(

@@ -1,0 +1,1 @@
+"""Brings all ranks out of a step that one of them cannot end."""

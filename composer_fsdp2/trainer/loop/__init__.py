@@ -1,0 +1,1 @@
+"""Trains, evaluates and predicts as the loop of the Trainer does."""
