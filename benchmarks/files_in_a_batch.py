@@ -9,7 +9,7 @@ Goal: at most 10 files.
 
 `--run` is a Trainer of Composer on one rank instead, which trains a batch and saves a sharded
 checkpoint: files of the package that it imports, and those that register hooks of modules, tensors
-or optimizers. Goals: at most 110 and 4.
+or optimizers. Goals: at most 130 and 4.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import composer_fsdp2
 
 PACKAGE = Path(composer_fsdp2.__file__).parent
 GOAL = 10
-GOALS_OF_RUN = {"imports": 110, "hooking": 4}
+GOALS_OF_RUN = {"imports": 130, "hooking": 4}
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ from sync import Model
 from torch.utils.data import DataLoader, TensorDataset
 
 import composer_fsdp2
-from composer_fsdp2.guards import order_check
+from composer_fsdp2.guards import order_check, watchdog
 from composer_fsdp2.guards.leaving import joint_exit
 from composer_fsdp2.step.agreement import agreement_of, neighbours
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives
@@ -114,7 +114,7 @@ def _trained(name: str) -> list[dict[str, int]]:
     torch.manual_seed(0)
     counts, model = Counts(), Model()
     store: Any = Store(counts)
-    joint_exit.default_store = order_check.default_store = lambda: store
+    joint_exit.default_store = watchdog.default_store = lambda: store
     tokens = TensorDataset(torch.randint(0, 256, (8 * BATCHES, 33)))
     trainer = Trainer(
         model=model,

@@ -25,7 +25,8 @@ import torch
 import torch.nn as nn
 from optimizer import OPTIMIZERS, Block, Model, Params
 
-from composer_fsdp2.optim.state import KeptState, Stored
+from composer_fsdp2.optim.codec import Stored
+from composer_fsdp2.optim.state import KeptState
 
 POLICIES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16"},

@@ -1,10 +1,23 @@
-"""Puts names, lists of names and sizes into messages."""
+"""Puts names, lists of names, ranks and sizes into messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
-__all__ = ["child_name", "listed", "plain_name", "quoted", "size_text"]
+__all__ = [
+    "child_name",
+    "listed",
+    "plain_name",
+    "quoted",
+    "rank_text",
+    "ranks_by",
+    "size_text",
+    "unit_text",
+]
+
+
+Value = TypeVar("Value")
 
 
 def listed(names: Iterable[object], most: int = 5, quote: str = "'") -> str:
@@ -38,3 +51,28 @@ def size_text(size: float) -> str:
         if value >= 0.9995:
             return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.4g} {unit}"
     return f"{size:.0f} B"
+
+
+def unit_text(name: str) -> str:
+    """Names a unit in the text of an error."""
+    return f"'{name}'" if name else "the root"
+
+
+def ranks_by(values: Iterable[Value]) -> dict[Value, list[int]]:
+    """Returns the ranks that have each value; `values` has an item for each rank."""
+    ranks: dict[Value, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def rank_text(ranks: Iterable[int]) -> str:
+    """Numbers in ascending order, such as `ranks 0-3, 6`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    text = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"

@@ -13,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import Float8Spec
@@ -26,6 +29,13 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import outer_names, select_modules
 from composer_fsdp2.plan.wrap_plan import ShardUnit
+from composer_fsdp2.torch_private.units import (
+    init_all_gather_extensions,
+    local_shard,
+    param_groups,
+    params_of,
+    sharded_param,
+)
 
 __all__ = [
     "Float8Linear",
@@ -91,10 +101,7 @@ def torchao_module(name: str) -> Any:
 
 
 class Float8Linear(Transformation[Float8Plan]):
-    """Multiplies in fp8 in linear layers: `fp8`.
-
-    Weights that are sent in fp8 are cast after sharding, by `shard.precision`.
-    """
+    """Multiplies in fp8 in linear layers: `fp8`."""
 
     def plan(self, facts: ModelFacts) -> Float8Plan | None:
         """Returns the linear layers to convert."""
@@ -164,6 +171,18 @@ class Float8Linear(Transformation[Float8Plan]):
                 vars(layer).setdefault(attribute, value)
             layer.__class__ = type(converted)
 
+    def after_sharding(
+        self, tree: ModuleTree, plan: Float8Plan, units: Mapping[str, FSDPModule]
+    ) -> None:
+        """Has weights of the plan cast before they are sent."""
+        layers = {layer.weight: layer for layer in map(tree.root.get_submodule, plan.gathered)}
+        for group in (group for unit in units.values() for group in param_groups(unit)):
+            cast_params = [param for param in params_of(group) if sharded_param(param) in layers]
+            cast = _CastForGather([local_shard(param) for param in cast_params])
+            for index, param in enumerate(cast_params):
+                cast.attach(index, layers[sharded_param(param)])
+                init_all_gather_extensions(param)
+
 
 def _reason_against(
     name: str, layer: nn.Linear, unit_of: Mapping[str, ShardUnit], tied: Collection[str]
@@ -207,3 +226,44 @@ def _multiply(layer: Any, given: torch.Tensor) -> torch.Tensor:
     uncast = getattr(layer.weight, "to_original_precision", None)
     weight = layer.weight if uncast is None else uncast()
     return nn.functional.linear(given, weight, layer.bias)
+
+
+class _CastForGather:
+    """Casts the weights that one collective gathers in fp8, with scales found for each gather.
+
+    Whether they have changed cannot be told: in-place operations on a DTensor do not count up the
+    version of the shard inside.
+    """
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        self._shards = shards
+        self._scales: dict[int, torch.Tensor] = {}
+
+    def attach(self, index: int, layer: Any) -> None:
+        """Gives a shard the methods that FSDP2 looks for around its gather. Collective: no.
+
+        Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L687
+        """
+        kind = torchao_module("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+        shard, dtype = self._shards[index], layer.config.cast_config_weight.target_dtype
+        cast = kind(shard.detach(), layer.linear_mm_config, dtype)
+
+        # Torch counts the parameters of this method: with a single one, it gives the mesh alone.
+        def before(mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+            cast._precomputed_scale = self._scale_of(index, dtype, mesh)
+            return cast.fsdp_pre_all_gather(mesh)
+
+        shard.fsdp_pre_all_gather = before
+        shard.fsdp_post_all_gather = cast.fsdp_post_all_gather
+
+    @torch.no_grad()
+    def _scale_of(self, index: int, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor:
+        """Collective: yes, for the first weight of each gather, even if the last was dropped."""
+        if index not in self._scales:
+            largest = torch.stack(
+                [torch.linalg.vector_norm(shard, float("inf")) for shard in self._shards]
+            )
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+            scales = torchao_module("float8.float8_utils").amax_to_scale(largest, dtype)
+            self._scales = dict(enumerate(scales.unbind()))
+        return self._scales.pop(index)

@@ -10,13 +10,14 @@ class, its setting, and its place in that tuple.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.plan.module_tree import ModuleTree
@@ -104,6 +105,15 @@ class Transformation(ABC, Generic[Plan]):
             mesh: the axes that FSDP2 will shard over.
         """
         self.apply(tree, plan)
+
+    def after_sharding(self, tree: ModuleTree, plan: Plan, units: Mapping[str, FSDPModule]) -> None:
+        """Finishes what needs shards. Collective: no.
+
+        Args:
+            tree: of the model.
+            plan: of this transformation.
+            units: of the model, by name.
+        """
 
     def describe(self, plan: Plan) -> str:
         """Returns the line that `verbose` shows and that ranks compare."""

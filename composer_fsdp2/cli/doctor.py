@@ -211,7 +211,7 @@ def cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
 def rehearsed(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> Rehearsal:
     """Goes through a run, without what libraries say when they are imported."""
     with environment(OFFLINE), quiet():
-        from composer_fsdp2.shard.apply import collector_paused
+        from composer_fsdp2.shard.units import collector_paused
 
         # All that LLM Foundry imports stays: to walk through it is a fifth of the imports' time.
         with collector_paused():

@@ -14,7 +14,7 @@ from composer_fsdp2.estimate.blocks import copied, extended, find_equal_blocks
 from composer_fsdp2.estimate.collectives import Axis
 from composer_fsdp2.estimate.trace import STATE, Trace, Window, Work, trace_steps
 from composer_fsdp2.plan.wrap_plan import WrapPlan
-from composer_fsdp2.shard.apply import collector_paused
+from composer_fsdp2.shard.units import collector_paused
 
 __all__ = ["Forecast", "Sent", "forecast"]
 

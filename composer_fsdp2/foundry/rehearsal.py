@@ -70,7 +70,7 @@ from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.prepare.model import TRANSFORMATIONS
 from composer_fsdp2.prepare.plan import PreparePlan
-from composer_fsdp2.shard.apply import collector_paused
+from composer_fsdp2.shard.units import collector_paused
 from composer_fsdp2.trainer.checkpoint.load import check_checkpoint
 from composer_fsdp2.trainer.checkpoint.save_folder import check_save_folder
 from composer_fsdp2.trainer.extensions.table import check_extensions, items_of

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import os
 import traceback
-import warnings
 from collections.abc import Generator
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import errors
-from composer_fsdp2.blocks.chunked_loss import ChunkedHead
 from composer_fsdp2.errors import PlanError, ShardReadError
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.torch_private.tensors import tree_leaves
@@ -33,7 +31,7 @@ from composer_fsdp2.torch_private.units import (
     sharded_param,
 )
 
-__all__ = ["ExplainErrors", "UnusedHead", "explained", "explained_reading"]
+__all__ = ["ExplainErrors", "explained", "explained_reading"]
 
 
 class ExplainErrors(StepListener):
@@ -253,27 +251,3 @@ def _mixed(model: nn.Module, error: Exception, shards: list[str]) -> str:
         "optimizer's weight_decay, or is computed with `param.full_tensor()` of each parameter "
         "that is a DTensor."
     )
-
-
-class UnusedHead(StepListener):
-    """Looks at the heads of `chunked_loss` after the first forward in training."""
-
-    @classmethod
-    def wanted(cls, run: Run) -> bool:
-        """Whether a head computes with the loss. Collective: no."""
-        return run.settings.chunked_loss is not None
-
-    def end_forward(self) -> None:
-        """Warns of a model that called none of its heads. Collective: no."""
-        if not self.run.model.training or not torch.is_grad_enabled():
-            return
-        self.run.stop_listening(self)
-        forwards = [vars(module).get("forward") for _, module in self.run.tree.modules()]
-        heads = [forward for forward in forwards if isinstance(forward, ChunkedHead)]
-        if not any(head.called for head in heads):
-            warnings.warn(
-                f"chunked_loss has no effect: the model computes its loss without calling "
-                f"{' or '.join(repr(head.name) for head in heads)}. A loss that reads the weight "
-                "of the head itself is in parts already. Take chunked_loss out, or that loss.",
-                stacklevel=2,
-            )

@@ -15,213 +15,23 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import re
-import sys
-import threading
-import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.ranks import is_fake
+from composer_fsdp2.guards.watchdog import timed_out, watchdog_of
 from composer_fsdp2.step.agreement import Agreement, agreement_of, connected
 from composer_fsdp2.step.run import Run, StepListener
-from composer_fsdp2.torch_private.tensors import default_store, timeout_of
+from composer_fsdp2.text import rank_text, ranks_by, unit_text
 from composer_fsdp2.torch_private.units import backward_number
 
-__all__ = [
-    "CollectiveWatchdog",
-    "OrderCheck",
-    "Watchdog",
-    "add_rank_report",
-    "is_broken",
-    "rank_text",
-    "ranks_by",
-    "timed_out",
-    "unit_text",
-    "watchdog_of",
-]
-
-
-# --- Says where every rank was when a collective timed out. ---
-#
-# [Note: stalls] A rank that waits in a collective cannot speak, and one that never comes to it
-# does not know that it is waited for. So a thread of each rank looks every few seconds whether
-# the rank has entered anything since. If not, it writes once, to the store at which the ranks
-# met, what the last one was. There the ranks look that are told that time is out. NCCL does not
-# tell, it ends the process: so the thread itself says it on stderr, shortly before.
-
-
-Value = TypeVar("Value")
-
-_TICK_SECONDS = 5.0
-_LATE = 0.8
-"""share of the timeout after which something is said; a rank may be slow in its first step"""
-_SILENT = "has not told: it goes on, or has ended"
-_TIMED_OUT = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
-_LOST = ("Connection closed by peer", "Connection reset by peer", "caused pair closure")
-"""words of gloo about a rank that gave up, or that others gave up on"""
-
-
-def timed_out(error: RuntimeError) -> bool:
-    """Whether a collective raised it because another rank did not come in time."""
-    return _TIMED_OUT.search(str(error)) is not None
-
-
-def unit_text(name: str) -> str:
-    """Names a unit in the text of an error."""
-    return f"'{name}'" if name else "the root"
-
-
-def is_broken(error: RuntimeError) -> bool:
-    """Whether a collective raised it because ranks have lost each other, then or earlier."""
-    return timed_out(error) or any(part in str(error) for part in _LOST)
-
-
-class CollectiveWatchdog:
-    """Keeps the last unit this rank entered, and tells the other ranks when it stays the last.
-
-    Args:
-        timeout_seconds: of the collectives.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self.entered: tuple[str, str, int] | None = None
-        """event, unit and number of the forward of training"""
-        self.late_seconds = _LATE * timeout_seconds
-        """after which a rank that does not come is missed"""
-        self.tick_seconds = min(_TICK_SECONDS, timeout_seconds / 20)
-        self._seen: object = self  # nothing that can be entered
-        self._since = 0.0
-        self._told, self._late = "", False
-
-    def look(self, now: float) -> None:
-        """Tells the other ranks, once, if this rank has entered nothing lately. Collective: no."""
-        if self.entered is not self._seen:
-            self._seen, self._since, self._late = self.entered, now, False
-            if self._told:
-                self.tell("")
-        elif not self._told:
-            self.tell(self._text())
-        elif not self._late and now - self._since > self.late_seconds:
-            self._late, places = True, self._places()
-            told = [rank for said, ranks in places.items() if said != _SILENT for rank in ranks]
-            # One rank says it, and none where nobody can be waiting for a unit.
-            if len(places) > 1 and min(told) == dist.get_rank():
-                text = f"FSDP2: Nothing entered for {now - self._since:.0f} s. {_describe(places)}"
-                print(text, file=sys.stderr, flush=True)
-
-    def report(self) -> str:
-        """Names the last unit each rank entered, as far as ranks have told. Collective: no."""
-        self.tell(self._text())
-        return _describe(self._places())
-
-    def _text(self) -> str:
-        if self.entered is None:
-            return "no unit yet"
-        event, name, microbatch = self.entered
-        return f"{event} {unit_text(name)} in microbatch {microbatch}"
-
-    def _places(self) -> dict[str, list[int]]:
-        """Returns the reports of the ranks, and which ranks gave them."""
-        held, keys = default_store(), [_key(rank) for rank in range(dist.get_world_size())]
-        # One request for all: asked key by key, a thousand ranks would send a million. Either
-        # would wait for a key that is not there until the store's timeout.
-        if held.check(keys):
-            told = held.multi_get(keys)
-        else:
-            told = [held.get(key) if held.check([key]) else b"" for key in keys]
-        return ranks_by(said.decode() or _SILENT for said in told)
-
-    def tell(self, text: str) -> None:
-        """Writes to the store where this rank is; nothing while it goes on. Collective: no."""
-        self._told = text
-        default_store().set(_key(dist.get_rank()), text)
-
-
-def _key(rank: int) -> str:
-    return f"composer_fsdp2/entered/{rank}"
-
-
-def _look_again(held: weakref.ref[CollectiveWatchdog]) -> None:
-    # A store that is gone takes the others with it.
-    with contextlib.suppress(RuntimeError, ValueError):
-        while threading.main_thread().is_alive() and (watchdog := held()) is not None:
-            watchdog.look(time.monotonic())
-            pause = watchdog.tick_seconds
-            del watchdog  # it lives as long as its process group
-            time.sleep(pause)
-
-
-def _describe(places: dict[str, list[int]]) -> str:
-    lines = [f"  {rank_text(ranks)}: {told}" for told, ranks in places.items()]
-    if len(places) == 1:
-        lines.append("Ranks wait outside of the model then: for data, a metric or a checkpoint.")
-    return "\n".join(["The last unit each rank entered:", *lines])
-
-
-def ranks_by(values: Iterable[Value]) -> dict[Value, list[int]]:
-    """Returns the ranks that have each value; `values` has an item for each rank."""
-    ranks: dict[Value, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
-def rank_text(ranks: Iterable[int]) -> str:
-    """Numbers in ascending order, such as `ranks 0-3, 6`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    text = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
-
-
-_watchdogs: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveWatchdog] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def watchdog_of(device: torch.device) -> CollectiveWatchdog | None:
-    """Returns the watchdog of this process: a rank is at one place, whatever models it has.
-
-    `None` where no other rank could wait. Collective: no.
-    """
-    world: Any = dist.group.WORLD
-    if world.size() == 1 or is_fake(world):
-        return None
-    if world not in _watchdogs:
-        timeout = timeout_of(world, device) or default_pg_timeout
-        watchdog = _watchdogs[world] = CollectiveWatchdog(timeout.total_seconds())
-        watchdog.tell("")  # so that all keys are there when a rank reads them
-        # Looks every few seconds, as long as the process group is there.
-        held = weakref.ref(watchdog)
-        threading.Thread(target=_look_again, args=(held,), name="watchdog", daemon=True).start()
-    return _watchdogs[world]
-
-
-@contextlib.contextmanager
-def add_rank_report() -> Generator[None]:
-    """Adds to the error of a collective that timed out where every rank was. Collective: no."""
-    try:
-        yield
-    except RuntimeError as error:
-        world = dist.group.WORLD if dist.is_initialized() else None
-        watchdog = None if world is None else _watchdogs.get(world)
-        if watchdog is not None and timed_out(error):
-            with contextlib.suppress(RuntimeError):  # of a store that is gone
-                error.args = (f"{error}\n{watchdog.report()}",)
-        raise
+__all__ = ["OrderCheck", "Watchdog"]
 
 
 _ERROR = "an error: "
@@ -279,7 +89,8 @@ class OrderCheck(StepListener):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         world: Any = dist.group.WORLD
-        self._watchdog, self._channel = _watchdogs[world], _channels[world]
+        self._watchdog: Any = watchdog_of(run.device)  # `wanted` has asked for it
+        self._channel = _channels[world]
         self._names = {name: unit_text(name) for name in run.units}
         self._once = run.settings.order_check == "first"
         self._is_asked = False
@@ -425,7 +236,7 @@ class Watchdog(StepListener):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._watchdog = _watchdogs[dist.group.WORLD]  # pyright: ignore[reportArgumentType]
+        self._watchdog: Any = watchdog_of(run.device)  # `wanted` has asked for it
         self._microbatch = 0
 
     def begin_forward(self) -> None:

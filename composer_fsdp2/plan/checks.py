@@ -4,20 +4,13 @@
 integers) needs none of what sharding does for it: it has no gradient and never changes. It is left
 alone, whole on every rank. A trained one is refused.
 
-[Note: where is looked] In the attributes of every module and its class, in the global variables
-that the code of its class names, and from there in everything an object refers to, some levels
-deep. Not in other registered modules, which are looked at themselves; not in optimizers and other
-objects of torch, and not in weak references.
 """
 
 from __future__ import annotations
 
-import gc
-import types
 import warnings
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.held_tensors import held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, memory_of
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.plan.wrap_plan import ShardUnit
 from composer_fsdp2.text import child_name, listed, quoted
-from composer_fsdp2.torch_private.tensors import forward_pre_hooks
 
-__all__ = ["check_model", "held_tensors", "left_whole", "refuse_gradients", "refuse_unreadable"]
+__all__ = ["check_model", "left_whole", "refuse_gradients", "refuse_unreadable"]
 
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes that every backend sends and autograd takes for weights"""
@@ -313,86 +306,3 @@ def _aliases(tree: ModuleTree, refs: Sequence[ParamRef]) -> Iterator[str]:
             "parameter in forward, or register it there too (`nn.ParameterList`, "
             "`nn.ParameterDict`)."
         )
-
-
-# --- Tensors that are held in other places. ---
-
-_DEPTH = 6
-"""references that are followed one after the other; an object and its `__dict__` are two"""
-
-_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
-_ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.CodeType)
-_EMPTIED = (dict, OrderedDict, set, list, tuple)
-"""kinds of which most modules have a dozen that are empty, for hooks"""
-_HOLDERS = (torch.Tensor, *_EMPTIED, frozenset, deque, types.SimpleNamespace)
-"""values of classes and global variables that are looked into"""
-
-
-def held_tensors(tree: ModuleTree) -> Iterator[tuple[torch.Tensor, str, str]]:
-    """Walks the attributes of all modules; each object is opened once. Collective: no.
-
-    Yields:
-        A tensor, the path of a module, and the attribute of the module that leads to the tensor.
-    """
-    # What was opened stays alive, or another object could take its address.
-    opened: dict[int, Any] = {id(module): module for _, module in tree.modules()}
-    for path, module in tree.modules():
-        # Attributes that are set anew when parameters change, or before each forward, are left out:
-        # torch's old weight_norm, spectral_norm and pruning are hooks that name one.
-        hooks = forward_pre_hooks(module)
-        keys = "name", "_tensor_name"
-        renewed = {str(getattr(hook, key, "")) for hook in hooks for key in keys}
-        # `RNNBase.__setattr__` puts a weight that is set into this list too.
-        flat = {"_flat_weights"} if isinstance(module, nn.RNNBase) else set[str]()
-        kind, ignored = type(module), _REGISTERED | renewed | flat
-        found = [(name, value) for name, value in vars(module).items() if name not in ignored]
-        if id(kind) not in opened:
-            opened[id(kind)] = kind
-            found += _of_class(kind)
-        for name, value in found:
-            if type(value) not in _EMPTIED or value:
-                for tensor in _tensors_in(value, opened):
-                    yield tensor, path, name
-
-
-def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yields attributes of classes, and the global variables that their methods name."""
-    for owner in kind.__mro__:
-        if owner.__module__.partition(".")[0] == "torch" or owner is object:
-            continue
-        for name, value in vars(owner).items():
-            if isinstance(value, _HOLDERS):
-                yield name, value
-            elif isinstance(value, types.FunctionType):
-                codes = [value.__code__]
-                for code in codes:  # and that of functions and comprehensions inside it
-                    codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
-                    for known in code.co_names:
-                        if isinstance(held := value.__globals__.get(known), _HOLDERS):
-                            yield f"{known} (a global variable)", held
-
-
-def _tensors_in(value: Any, opened: dict[int, Any]) -> Iterator[torch.Tensor]:
-    """Yields every tensor that a value leads to through objects that are not opened yet."""
-    todo: list[tuple[Any, int]] = [(value, 0)]
-    while todo:
-        found, depth = todo.pop()
-        if isinstance(found, torch.Tensor):
-            yield found
-        elif depth <= _DEPTH and not isinstance(found, _ATOMS) and id(found) not in opened:
-            opened[id(found)] = found
-            todo += [(inside, depth + 1) for inside in _inside(found)]
-
-
-def _inside(value: Any) -> list[Any]:
-    """Returns what a value refers to, without asking its properties."""
-    library = type(value).__module__.partition(".")[0]
-    if isinstance(value, types.FunctionType):  # not its global variables
-        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]
-    if isinstance(value, nn.Module):
-        return [*value._parameters.values(), *value._modules.values()]
-    if library == "numpy":
-        return [getattr(value, "base", None)]  # an array that shares memory keeps what it is of
-    if library == "torch" or isinstance(value, torch.optim.Optimizer | types.FrameType):
-        return []
-    return [held for held in gc.get_referents(value) if not isinstance(held, _ATOMS)]

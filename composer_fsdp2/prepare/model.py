@@ -30,10 +30,12 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.config.wrapping import PrecisionSpec
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.guards.explain import ExplainErrors, UnusedHead
+from composer_fsdp2.guards.explain import ExplainErrors
 from composer_fsdp2.guards.leaving.out_of_memory import OOMGuard
-from composer_fsdp2.guards.order_check import OrderCheck, Watchdog, is_broken
+from composer_fsdp2.guards.order_check import OrderCheck, Watchdog
 from composer_fsdp2.guards.parameters import AddedParameters, GatheredParameters
+from composer_fsdp2.guards.unused_head import UnusedHead
+from composer_fsdp2.guards.watchdog import is_broken
 from composer_fsdp2.optim.elementwise import LaterOptimizers, apply_local_step
 from composer_fsdp2.optim.lion_state import LionAverages
 from composer_fsdp2.optim.local import MatrixOptimizer
@@ -50,7 +52,7 @@ from composer_fsdp2.prepare.measured_step import Comparison, show
 from composer_fsdp2.prepare.plan import PreparePlan
 from composer_fsdp2.prepare.settings import resolve_settings
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.shard.apply import apply_plan, collector_paused
+from composer_fsdp2.shard.apply import apply_plan
 from composer_fsdp2.shard.communication import apply_communication
 from composer_fsdp2.shard.device_mesh import build_mesh, with_cpu_backend
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
@@ -58,16 +60,17 @@ from composer_fsdp2.shard.optimizer import (
     detach_optimizer,
     reattach_optimizer,
 )
-from composer_fsdp2.shard.precision import cast_buffers, gather_in_float8
+from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.unit_hooks import force_backward_through
+from composer_fsdp2.shard.units import collector_paused
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.listeners import (
     Divisions,
-    Prefetch,
     SecondBackward,
     StaleGathers,
     UnannouncedMicrobatches,
 )
+from composer_fsdp2.step.prefetch import Prefetch
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.torch_private.members import check_private_members
@@ -281,8 +284,8 @@ def apply_to_model(
     )
     for division in divisions:
         division.connect(model)
-    if (converted := plan.plan_of(Float8Linear)) is not None:
-        gather_in_float8(model, units.values(), converted)
+    for planned in plan.transformations:
+        planned.step.after_sharding(tree, planned.plan, units)
     _cast_buffers(tree, plan)
     tops = [units[u.modules[0]] for u in plan.units.units if u.top_level]
     apply_communication(tops, units.values(), settings.communication)

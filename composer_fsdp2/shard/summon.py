@@ -27,9 +27,9 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.held import held_by, is_elsewhere
 from composer_fsdp2.parallel.row_order import order_of, shape_in_model, without_order
 from composer_fsdp2.plan.module_tree import own_parameters
-from composer_fsdp2.shard.apply import is_sharded
 from composer_fsdp2.shard.layout import Place
 from composer_fsdp2.shard.optimizer import shard_like
+from composer_fsdp2.shard.units import is_sharded
 from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.members import check_private_members
 from composer_fsdp2.torch_private.tensors import local_part, without_fsdp_hooks_after_load

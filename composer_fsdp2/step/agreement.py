@@ -18,14 +18,8 @@ other instead of 2,046, and a rank has 62 sockets instead of 1,023.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import fcntl
 import math
-import os
-import socket
-import struct
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -34,18 +28,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from composer_fsdp2.ranks import any_rank, is_fake
-from composer_fsdp2.torch_private.tensors import set_timeout, timeout_of
+from composer_fsdp2.ranks import is_fake
+from composer_fsdp2.step.gloo import gloo_groups, takes_cpu_tensors
+from composer_fsdp2.torch_private.tensors import timeout_of
 
-__all__ = ["Agreement", "agreement_of", "connected", "gloo_groups", "neighbours"]
+__all__ = ["Agreement", "agreement_of", "connected", "neighbours"]
 
 
-_PROBE = datetime.timedelta(seconds=60)
-"""how long ranks try to connect, after all of them have come"""
 _ROWS_FROM = 32
 """ranks that stand in rows; see [Note: rows of ranks]"""
-_SIOCGIFADDR = 0x8915
-"""asks Linux for the address of an interface"""
 
 
 class Agreement:
@@ -178,61 +169,3 @@ def rows_and_columns(count: int) -> list[list[int]]:
 def neighbours(count: int) -> int:
     """How many ranks each of `count` ranks is connected with in its row and its column."""
     return sum(len(group) - 1 for group in rows_and_columns(count) if 0 in group)
-
-
-def takes_cpu_tensors(backends: str) -> bool:
-    """Whether a group of these backends, such as `cpu:gloo,cuda:nccl`, sends CPU tensors."""
-    return any(one.partition(":")[0] == "cpu" for one in backends.split(","))
-
-
-def gloo_groups(
-    members: Sequence[Sequence[int]], timeout: datetime.timedelta, device: torch.device, lost: str
-) -> list[dist.ProcessGroup] | None:
-    """Returns this rank's new gloo groups, `None` with a warning where gloo does not get through.
-
-    Collective: yes, over the default group too.
-
-    Args:
-        members: the ranks of each group, those of other ranks too.
-        timeout: of their collectives.
-        device: of the default group's collectives.
-        lost: follows in the warning: what the ranks do without, and what to do about it.
-    """
-    _name_interface()
-    any_rank(False, device)  # a rank that is late would look like one that cannot be reached
-    groups: list[dist.ProcessGroup] = []
-    failed = None
-    for ranks in members:  # all of them on every rank, after an error too: groups have numbers
-        try:
-            made: Any = dist.new_group(ranks=ranks, backend="gloo", timeout=min(timeout, _PROBE))
-            if dist.get_rank() in ranks:
-                set_timeout(timeout, made)
-                groups.append(made)
-        except (RuntimeError, ValueError) as error:  # noqa: PERF203
-            failed = str(error)
-    if any_rank(failed is not None, device):
-        said = failed or "on another rank"
-        warnings.warn(f"gloo cannot connect the ranks: {said}. {lost}", stacklevel=2)
-        return None
-    return groups
-
-
-def _name_interface() -> None:
-    """Names the interface that leads to other nodes, where gloo would take another one.
-
-    gloo listens at the address of the host name. Where that is of the loopback interface, as in
-    Debian's `/etc/hosts`, no other node gets there.
-    """
-    host, place = "", os.environ.get("MASTER_ADDR")
-    with contextlib.suppress(OSError):  # of a name that nobody knows; gloo takes loopback then too
-        host = socket.gethostbyname(socket.gethostname())
-    if "GLOO_SOCKET_IFNAME" in os.environ or not place or not f"{host or 127}".startswith("127"):
-        return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((place, 1))  # sends nothing, and chooses a way
-        own = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # of one without an address
-                asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if asked[20:24] == own:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name

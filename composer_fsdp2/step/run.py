@@ -21,7 +21,7 @@ from composer_fsdp2.parallel.division import BatchGroup, Divided
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
-from composer_fsdp2.shard.apply import resharding
+from composer_fsdp2.shard.units import resharding
 from composer_fsdp2.step.accumulation import Accumulation, reset
 from composer_fsdp2.torch_private.units import (
     after_backward,

@@ -13,7 +13,8 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import PlanError, prepare_fully_shard, summon_full_params
-from composer_fsdp2.optim.state import KeptState, Stored
+from composer_fsdp2.optim.codec import Stored
+from composer_fsdp2.optim.state import KeptState
 from tests.accelerator import device
 from tests.accelerator.device import BACKEND, NAME
 from tests.accelerator.training import Peak, Pretend, trained_beside_a_copy

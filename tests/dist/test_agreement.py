@@ -18,8 +18,9 @@ from composer.callbacks import NaNMonitor
 from composer.core import Callback, State
 
 from composer_fsdp2 import installed, prepare_fully_shard
-from composer_fsdp2.step import agreement
-from composer_fsdp2.step.agreement import agreement_of, takes_cpu_tensors
+from composer_fsdp2.step import agreement, gloo
+from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.gloo import takes_cpu_tensors
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives
 from composer_fsdp2.torch_private.tensors import timeout_of
 from tests.support.experts import Sparse, choose
@@ -232,10 +233,10 @@ def test_gloo_is_told_the_interface_where_the_host_name_leads_to_loopback(
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    agreement._name_interface()
+    gloo._name_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"  # a user's choice stays
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    agreement._name_interface()
+    gloo._name_interface()
     assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import clip_grad_norm_, installed, prepare_fully_shard
-from composer_fsdp2.shard.apply import resharding
+from composer_fsdp2.shard.units import resharding
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import OPTIMIZERS, Recipe, assert_same_values, model_loss, train_together
 from tests.support.traffic import Bytes

@@ -21,7 +21,8 @@ from torch import nn
 
 from composer_fsdp2 import PlanError, installed, prepare_fully_shard
 from composer_fsdp2.guards import order_check
-from composer_fsdp2.guards.order_check import is_broken, rank_text
+from composer_fsdp2.guards.watchdog import is_broken
+from composer_fsdp2.text import rank_text
 from tests.support.limits import Limit, scaled
 from tests.support.models import Block, TinyComposer
 from tests.support.pool import WorkerPool

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from composer_fsdp2 import Muon, PlanError, prepare_fully_shard
-from composer_fsdp2.optim.state import KeptState, Stored
+from composer_fsdp2.optim.codec import Stored
+from composer_fsdp2.optim.state import KeptState
 from tests.support.pairs import parametrize_by_turns
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]

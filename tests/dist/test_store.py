@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.guards import order_check
+from composer_fsdp2.guards import order_check, watchdog
 from composer_fsdp2.guards.leaving import joint_exit
-from composer_fsdp2.guards.order_check import watchdog_of
+from composer_fsdp2.guards.watchdog import watchdog_of
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives
 from composer_fsdp2.torch_private.tensors import default_store
@@ -43,10 +43,10 @@ class Requests:
 def counted() -> Generator[Requests]:
     requests = Requests()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (joint_exit, order_check):
+        for module in (joint_exit, watchdog):
             patch.setattr(module, "default_store", lambda: requests)
         # Its thread tells by the clock that this rank goes on after the test before.
-        patch.setattr(order_check.CollectiveWatchdog, "look", lambda *_: None)
+        patch.setattr(watchdog.CollectiveWatchdog, "look", lambda *_: None)
         yield requests
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.optim.state import KeptState, Stored
+from composer_fsdp2.optim.codec import Stored
+from composer_fsdp2.optim.state import KeptState
 from tests.support.models import TinyLM, batches, lm_loss
 from tests.support.parity import full
 
@@ -79,12 +80,12 @@ def test_state_that_is_loaded_goes_on(policy: dict[str, Any]):
 @pytest.mark.world_size(1, backend="nccl")
 def test_codes_are_those_of_the_cpu():
     """Rounding is integer arithmetic, so that a run may go on on another device."""
-    from composer_fsdp2.optim.state import Place, write
+    from composer_fsdp2.optim.codec import ShardPlace, encode
 
-    value, place = torch.randn(70, 300).exp(), Place(70, 300, 7, 300)
+    value, place = torch.randn(70, 300).exp(), ShardPlace(70, 300, 7, 300)
     for form in ("bf16", "signed", "unsigned"):
         made = []
         for device in ("cpu", "cuda"):
-            stored = write(form, value.to(device), place, 3, "exp_avg")
+            stored = encode(form, value.to(device), place, 3, "exp_avg")
             made.append([stored.values.cpu(), stored.exponents.cpu()])
         assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))

@@ -125,7 +125,7 @@ POINTS = (
         "activation checkpointing without a function that chooses wraps nothing",
         (
             f"{_D}test_trainer.py::test_activation_checkpointing_changes_nothing",
-            f"{_U}trainer/test_rules.py::test_neither_hook_nor_blocks_is_an_error",
+            f"{_U}prepare/test_rules.py::test_neither_hook_nor_blocks_is_an_error",
         ),
     ),
     Point(
@@ -199,7 +199,7 @@ POINTS = (
             f"{_D}test_units.py::test_mixed_precision_of_one_unit",
             f"{_D}test_bad_input.py::test_scalar_parameter",
             f"{_D}test_bad_input.py::test_applying_twice",
-            f"{_U}trainer/test_rules.py::test_strategies_of_torch_are_understood_too",
+            f"{_U}prepare/test_rules.py::test_strategies_of_torch_are_understood_too",
         ),
     ),
     Point(

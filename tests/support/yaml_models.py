@@ -21,7 +21,7 @@ from composer.models import ComposerModel
 from transformers import PreTrainedModel
 
 from composer_fsdp2.foundry.model_configs import CONFIGS
-from composer_fsdp2.shard.apply import collector_paused
+from composer_fsdp2.shard.units import collector_paused
 
 PARAMETERS = {
     "meta-llama/Llama-3.1-8B": 8.03e9,

@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 
 from composer_fsdp2.guards.leaving.out_of_memory import is_out_of_memory
-from composer_fsdp2.guards.order_check import CollectiveWatchdog, rank_text, watchdog_of
+from composer_fsdp2.guards.watchdog import CollectiveWatchdog, watchdog_of
 from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.text import rank_text
 from composer_fsdp2.torch_private.collectives import (
     Collective,
     Joined,

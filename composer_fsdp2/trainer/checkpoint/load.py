@@ -25,13 +25,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages, vet_algorithms
-from composer_fsdp2.checkpoint.load import (
-    STATE_SETTINGS,
-    MuonFromAdamW,
-    check_fit,
-    check_groups,
-    load_sharded,
-)
+from composer_fsdp2.checkpoint.load import STATE_SETTINGS, check_fit, check_groups, load_sharded
+from composer_fsdp2.checkpoint.muon_from_adamw import MuonFromAdamW
 from composer_fsdp2.checkpoint.source import (
     Checkpoint,
     FileCheckpoint,

@@ -47,7 +47,7 @@ from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.prepare.settings import TrainerFSDP2Config
 from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
-from composer_fsdp2.step.agreement import gloo_groups
+from composer_fsdp2.step.gloo import gloo_groups
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.checkpoint.load_steps import Ignore, StateDict, drop_keys

@@ -30,8 +30,8 @@ from composer_fsdp2.optim.norms import (
 )
 from composer_fsdp2.parallel.held import Held, held_by
 from composer_fsdp2.parallel.row_order import RowOrder, order_of, to_model_order, to_ranks_order
-from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.shard.optimizer import shard_like
+from composer_fsdp2.shard.units import is_sharded, reshard
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.torch_private.tensors import tree_leaves, tree_map_only
 

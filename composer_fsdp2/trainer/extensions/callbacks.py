@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.optim.norms import Groups, groups_of, local_part, whole_metrics
-from composer_fsdp2.shard.apply import is_sharded, reshard
+from composer_fsdp2.shard.units import is_sharded, reshard
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name

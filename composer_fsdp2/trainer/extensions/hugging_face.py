@@ -26,8 +26,8 @@ from composer_fsdp2.errors import CheckpointError, PlanError
 from composer_fsdp2.parallel.division import whole_sequences
 from composer_fsdp2.parallel.tensor.transformation import draw_together
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
-from composer_fsdp2.shard.apply import reshard
 from composer_fsdp2.shard.summon import is_summoned, summon_full_params
+from composer_fsdp2.shard.units import reshard
 from composer_fsdp2.torch_private.tensors import default_store
 from composer_fsdp2.trainer.checkpoint.save import own_class
 from composer_fsdp2.trainer.override_attribute import override_attribute

@@ -16,7 +16,7 @@ from composer.utils import ensure_tuple
 
 from composer_fsdp2.checkpoint.algorithms import descriptions, executes, is_plain_call
 from composer_fsdp2.errors import CheckpointError, ConfigError
-from composer_fsdp2.shard.apply import is_sharded
+from composer_fsdp2.shard.units import is_sharded
 
 __all__ = [
     "ALGORITHMS",

@@ -33,7 +33,8 @@ from composer.utils import dist
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.guards.explain import explained, explained_reading
 from composer_fsdp2.guards.leaving.out_of_memory import OOMGuard, is_out_of_memory
-from composer_fsdp2.guards.order_check import OrderCheck, add_rank_report
+from composer_fsdp2.guards.order_check import OrderCheck
+from composer_fsdp2.guards.watchdog import add_rank_report
 from composer_fsdp2.step.accumulation import reset
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener, run_of

@@ -20,7 +20,7 @@ from composer_fsdp2.blocks.chunked_loss import (
 from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.guards.explain import UnusedHead
+from composer_fsdp2.guards.unused_head import UnusedHead
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_fsdp2.optim.state import BLOCK, Form, Place, Stored, read, write
+from composer_fsdp2.optim.codec import BLOCK, ShardPlace, StateFormat, Stored, decode, encode
 
-FORMS: tuple[Form, ...] = ("bf16", "signed", "unsigned")
+FORMS: tuple[StateFormat, ...] = ("bf16", "signed", "unsigned")
 
 
 def values(rows: int, row: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
@@ -21,20 +21,22 @@ def values(rows: int, row: int, seed: int = 0, spread: float = 3.0) -> torch.Ten
     return torch.randn(rows, row, generator=generator) * sizes
 
 
-def given_to(form: Form, found: torch.Tensor) -> torch.Tensor:
+def given_to(form: StateFormat, found: torch.Tensor) -> torch.Tensor:
     return found.abs() if form == "unsigned" else found
 
 
-def kept(form: Form, value: torch.Tensor, first: int = 0, step: int = 1, key: str = "k") -> Stored:
-    return write(form, value, place_of(value, first), step, key)
+def kept(
+    form: StateFormat, value: torch.Tensor, first: int = 0, step: int = 1, key: str = "k"
+) -> Stored:
+    return encode(form, value, place_of(value, first), step, key)
 
 
-def place_of(value: torch.Tensor, first: int = 0) -> Place:
-    return Place(len(value), value.shape[1], first, value.shape[1])
+def place_of(value: torch.Tensor, first: int = 0) -> ShardPlace:
+    return ShardPlace(len(value), value.shape[1], first, value.shape[1])
 
 
 def back(stored: Stored) -> torch.Tensor:
-    return read(stored, place_of(stored.values))
+    return decode(stored, place_of(stored.values))
 
 
 @pytest.mark.table("signed", "unsigned")
@@ -45,7 +47,7 @@ def back(stored: Stored) -> torch.Tensor:
     st.integers(0, 10),
     st.sampled_from([1e-44, 1e-38, 1e-20, 1.0, 1e30]),
 )
-def test_kept_again_it_is_the_same(form: Form, rows: int, row: int, seed: int, size: float):
+def test_kept_again_it_is_the_same(form: StateFormat, rows: int, row: int, seed: int, size: float):
     value = given_to(form, values(rows, row, seed) * size).clamp(-3e38, 3e38)
     found = back(kept(form, value, step=seed))
     for step in range(3):
@@ -54,7 +56,7 @@ def test_kept_again_it_is_the_same(form: Form, rows: int, row: int, seed: int, s
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_it_goes_to_one_of_two_neighbours(form: Form):
+def test_it_goes_to_one_of_two_neighbours(form: StateFormat):
     value = given_to(form, values(20, 700, spread=1.0))
     found = torch.stack([back(kept(form, value, step=step)) for step in range(64)])
     spacing = 2.0**-7 if form == "bf16" else 2.0**-3
@@ -67,7 +69,7 @@ def test_it_goes_to_one_of_two_neighbours(form: Form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_on_average_nothing_is_lost(form: Form):
+def test_on_average_nothing_is_lost(form: StateFormat):
     value = given_to(form, values(40, 512, spread=0.5))
     mean = sum(back(kept(form, value, step=step)).double() for step in range(256)) / 256
     where = value.abs() < 0.9 * value.abs().amax(dim=1, keepdim=True)
@@ -80,16 +82,16 @@ def test_small_changes_add_up():
     for form in FORMS:
         value = torch.full((64, 256), 0.7)
         place = place_of(value)
-        stored = write(form, value, place, 0, "k")
+        stored = encode(form, value, place, 0, "k")
         for step in range(1, 501):
-            stored = write(form, read(stored, place) * 0.999, place, step, "k")
-        assert read(stored, place).mean().item() == pytest.approx(0.7 * 0.999**500, rel=0.03)
+            stored = encode(form, decode(stored, place) * 0.999, place, step, "k")
+        assert decode(stored, place).mean().item() == pytest.approx(0.7 * 0.999**500, rel=0.03)
 
 
 @pytest.mark.table("unsigned")
 @pytest.mark.parametrize("form", FORMS)
 @given(st.lists(st.integers(0, 30), max_size=4), st.sampled_from([1, 7, 256, 257, 600]))
-def test_parts_of_rows_are_kept_as_in_the_whole(form: Form, cuts: list[int], row: int):
+def test_parts_of_rows_are_kept_as_in_the_whole(form: StateFormat, cuts: list[int], row: int):
     value = given_to(form, values(30, row))
     whole = kept(form, value)
     edges = [0, *sorted(cuts), 30]
@@ -100,7 +102,7 @@ def test_parts_of_rows_are_kept_as_in_the_whole(form: Form, cuts: list[int], row
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_chance_differs_by_place_step_and_key(form: Form):
+def test_chance_differs_by_place_step_and_key(form: StateFormat):
     value = torch.full((8, 512), 1.03)
     one = back(kept(form, value))
     for other in (
@@ -109,12 +111,12 @@ def test_chance_differs_by_place_step_and_key(form: Form):
         kept(form, value, key="l"),
     ):
         assert 0.05 < (back(other) != one).float().mean() < 0.6
-    counted = write(form, value, place_of(value), torch.tensor(1.0), "k")
+    counted = encode(form, value, place_of(value), torch.tensor(1.0), "k")
     assert torch.equal(back(counted), one)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_no_number_stays_none(form: Form):
+def test_what_is_no_number_stays_none(form: StateFormat):
     value = given_to(form, values(6, 40, spread=0.1))
     value[1, 3] = math.nan
     # The NaN that a GPU makes has all bits set.
@@ -130,7 +132,7 @@ def test_what_is_no_number_stays_none(form: Form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_zero_is_zero_and_nothing_that_is_divided_by_becomes_it(form: Form):
+def test_zero_is_zero_and_nothing_that_is_divided_by_becomes_it(form: StateFormat):
     value = given_to(form, values(4, 300))
     value[0] = 0.0
     value[1, :5] = 0.0
@@ -157,7 +159,7 @@ def test_bytes(rows: int, row: int):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
-def test_other_dtypes(form: Form, dtype: torch.dtype):
+def test_other_dtypes(form: StateFormat, dtype: torch.dtype):
     value = given_to(form, values(3, 50, spread=0.1)).to(dtype)
     found = back(kept(form, value))
     assert found.dtype is dtype
@@ -174,6 +176,6 @@ def test_one_own_form_is_a_copy():
 
 
 def test_an_accelerator_converts_many_elements_at_a_time():
-    place = Place(2**13, 2**10, 0, 2**10)
+    place = ShardPlace(2**13, 2**10, 0, 2**10)
     counts = {kind: len([*place.chunks(torch.device(kind))]) for kind in ("cpu", "cuda", "xpu")}
     assert counts == {"cpu": 128, "cuda": 1, "xpu": 1}

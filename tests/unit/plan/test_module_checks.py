@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.checks import held_tensors
+from composer_fsdp2.plan.held_tensors import held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, memory_of
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule

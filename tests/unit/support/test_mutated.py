@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from composer_fsdp2 import text
 from composer_fsdp2.config.setting import count, null_or
-from composer_fsdp2.guards import order_check
+from composer_fsdp2.guards import watchdog
 from tests.support import mutated
 
-FILE = "composer_fsdp2/guards/order_check.py"
+FILE = "composer_fsdp2/text.py"
 SPANS = "rank - 1:"
 
 
@@ -25,7 +26,7 @@ def mutant():
 
 
 def spans() -> str:
-    return order_check.rank_text([0, 1])
+    return text.rank_text([0, 1])
 
 
 def test_it_is_planted_and_taken_out(mutant, ranks):
@@ -37,10 +38,10 @@ def test_it_is_planted_and_taken_out(mutant, ranks):
 
 
 def test_methods_and_wrapped_functions_are_found():
-    module = mutated._function_objects(order_check)
-    names = {function.__qualname__ for function in module}
-    assert {"rank_text", "CollectiveWatchdog.look"} <= names
-    assert Path(str(order_check.__file__)) == mutated.ROOT / FILE
+    functions = mutated._function_objects(watchdog)
+    names = {function.__qualname__ for function in functions}
+    assert {"add_rank_report", "CollectiveWatchdog.look"} <= names
+    assert Path(str(text.__file__)) == mutated.ROOT / FILE
 
 
 def test_a_closure_that_was_made_before_is_another_one():

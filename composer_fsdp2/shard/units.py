@@ -1,0 +1,83 @@
+"""Units of a model that is sharded: whether there are any, and what frees them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Generator, Mapping
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.torch_private.units import (
+    free_after_forward,
+    frees_after_forward,
+    lazy_init,
+    param_groups,
+)
+
+__all__ = ["collector_paused", "is_sharded", "reshard", "resharding"]
+
+
+@contextlib.contextmanager
+def collector_paused() -> Generator[None, None, None]:
+    """Keeps Python's cycle collector from running.
+
+    Sharding makes some hundred long-lived objects per unit, and each full collection walks all of
+    them: with thousands of units that is a third of the time. Full parameters are not kept by
+    cycles, so nothing large waits for the collector.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards it, or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees units that forward and evaluation left gathered: all parameters are shards again.
+
+    Collective: no. For between steps.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextlib.contextmanager
+def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> Generator[None]:
+    """Frees all parameters after a forward, or none, whatever the units were told before.
+
+    Collective: no. For between steps; afterwards all parameters are shards again.
+
+    Args:
+        units: by name, children before parents.
+        after_forward: `None` leaves everything as it is.
+    """
+    if after_forward is None:
+        yield
+        return
+    # Parents first: torch takes the first unit that is initialised for the root of those inside.
+    for unit in reversed(list(units.values())):
+        # Or the first forward would change the outermost unit again. It does nothing the next time.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L138
+        lazy_init(unit)
+    groups = [group for unit in units.values() for group in param_groups(unit)]
+    # Newer torch has a public setter, which could not bring back a number of ranks.
+    told = [frees_after_forward(group) for group in groups]
+    try:
+        for group in groups:
+            free_after_forward(group, after_forward)
+        yield
+    finally:
+        for group, before in zip(groups, told, strict=True):
+            free_after_forward(group, before)
+        for unit in units.values():
+            unit.reshard()
