@@ -25,6 +25,7 @@ from composer_fsdp2.patches.extensions import (
 )
 from composer_fsdp2.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RANK
 from composer_fsdp2.patches.trainer import CHECKPOINT_ROWS, TRAINER_ROWS
+from composer_fsdp2.torch_private.reading import stop_guarding
 
 __all__ = [
     "GROUPS",
@@ -88,13 +89,15 @@ def install_for_models() -> None:
 def uninstall() -> None:
     """Puts every original back. Without `install()` before it, it does nothing.
 
-    Collective: no.
+    DTensor's methods too, which `prepare_fully_shard` replaces: a number that is read out of shards
+    of a model that is still there is this rank's alone from then on. Collective: no.
 
     Example:
         >>> import composer_fsdp2
         >>> composer_fsdp2.uninstall()
     """
     engine.uninstall()
+    stop_guarding()
 
 
 def installed() -> AbstractContextManager[None]:

@@ -26,7 +26,6 @@ from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     attribute_of,
     canonical_param_ids,
-    own_parameters,
 )
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import of_rank0
@@ -239,7 +238,7 @@ def apply_plan(
     for names in plan.tied:
         found = {id(layout.param_of(name)) for name in names}
         assert len(found) == 1, f"sharding untied {names}"
-    guard_reading(param for _, module in tree.modules() for param in own_parameters(module))
+    guard_reading(model)
     for path, method in forward_methods:
         hooks[layout.modules[path]].hook_method(method)
     return {name: layout.modules[name] for unit in plan.units for name in unit.modules}

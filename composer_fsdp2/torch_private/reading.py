@@ -12,7 +12,8 @@ does so on every rank.
 Only DTensors on the meshes of models that were prepared here are guarded, with all that is computed
 from them. Those that are replicated, or on one rank, hold the whole value and are read as ever. All
 ways to a number (`item`, `float`, `if`) meet in one operation of torch, which no optimizer calls on
-shards: steps cost what they did.
+shards: steps cost what they did. DTensor's methods are replaced when the first model is sharded.
+They are torch's own again when the last one is gone, or after `uninstall()`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.errors import ShardReadError
 from composer_fsdp2.torch_private.tensors import tree_leaves
 
-__all__ = ["guard_reading"]
+__all__ = ["guard_reading", "stop_guarding"]
 
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # pyright: ignore[reportAttributeAccessIssue]
 _NUMBER = (
@@ -106,14 +107,38 @@ _CAUSES = {
 """what leads to an operator of torch, by its name"""
 _NOT_TOGETHER = ("mixed torch.Tensor and DTensor", "cross-mesh", "different mesh", "same mesh")
 """words of torch about tensors that it cannot compute with together"""
+_INHERITED = object()
 
 
 class _Guard:
     """Reads a number out of a DTensor when torch asks for it, and knows the guarded meshes."""
 
-    def __init__(self, before: Callable[..., Any] | None) -> None:
-        self.before = before
+    def __init__(self) -> None:
+        # Torch calls these handlers in place of its own rules for an operation on DTensors.
+        self.handlers: dict[Any, Any] = _dispatcher()._custom_op_handlers
+        self.before: Callable[..., Any] | None = self.handlers.get(_READ_NUMBER)
         self.meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+        self.models: set[int] = set()
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self.handlers[_READ_NUMBER] = self
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Gives an object another attribute until `restore`."""
+        self._replaced.append((owner, name, vars(owner).get(name, _INHERITED)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Gives every object back what it had, or what it inherits."""
+        while self._replaced:
+            owner, name, value = self._replaced.pop()
+            if value is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        if self.before is None:
+            del self.handlers[_READ_NUMBER]
+        else:
+            self.handlers[_READ_NUMBER] = self.before
 
     def is_part(self, tensor: DTensor, *_: Any) -> bool:
         """Whether the tensor has a guarded mesh, and this rank holds less than its value."""
@@ -144,33 +169,53 @@ class _Guard:
         return bool(said.item())
 
 
-def guard_reading(tensors: Iterable[torch.Tensor]) -> None:
-    """Has torch refuse to read parts of these, and of what is computed from them, as the whole.
+_guard: _Guard | None = None
 
-    Collective: no. See [Note: numbers of shards].
+
+def _dispatcher() -> Any:
+    return DTensor._op_dispatcher
+
+
+def guard_reading(model: nn.Module) -> None:
+    """Has torch refuse to read shards of a model, and what is computed from them, as the whole.
+
+    Until the model is gone. Collective: no. See [Note: numbers of shards].
 
     Args:
-        tensors: parameters after sharding; those that are not DTensors stay as they are.
+        model: after sharding; parameters that are not DTensors stay as they are.
     """
-    # Torch calls these handlers in place of its own rules for an operation on DTensors.
-    dispatcher: Any = DTensor._op_dispatcher
-    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    guard = handlers.get(_READ_NUMBER)
-    if not isinstance(guard, _Guard):
-        guard = _Guard(guard)
-        handlers[_READ_NUMBER] = guard
-        _guard_methods(guard)
+    global _guard
+    if _guard is None:
+        _guard = _Guard()
+        _guard_methods(_guard)
         # Where torch cannot compute with tensors together, it says what to write. A loop of one's
         # own, and a backward, run outside of all hooks of the model.
         # Newer torch dispatches in C++, which calls Python to find out how a result is sharded, and
         # refuses plain tensors itself: those of a penalty meet in the backward of the loss.
-        newer = "_propagate_op_sharding_dispatch_slow_path"
+        newer, dispatcher = "_propagate_op_sharding_dispatch_slow_path", _dispatcher()
         name = newer if hasattr(dispatcher, newer) else "dispatch"
-        setattr(dispatcher, name, _explained(getattr(dispatcher, name), guard))
-        DTensor.backward = _explained(DTensor.backward, guard)
+        _guard.replace(dispatcher, name, _explained(getattr(dispatcher, name), _guard))
+        _guard.replace(DTensor, "backward", _explained(DTensor.backward, _guard))
     # All have one of a few meshes, whose hash is of all its ranks.
-    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    guard.meshes.update({id(mesh): mesh for mesh in meshes}.values())
+    meshes = (param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
+    _guard.meshes.update({id(mesh): mesh for mesh in meshes}.values())
+    if id(model) not in _guard.models:
+        _guard.models.add(id(model))
+        weakref.finalize(model, _forget, _guard, id(model)).atexit = False
+
+
+def _forget(guard: _Guard, model: int) -> None:
+    guard.models.discard(model)
+    if not guard.models and guard is _guard:
+        stop_guarding()
+
+
+def stop_guarding() -> None:
+    """Gives DTensor the methods back that torch gave it. Collective: no."""
+    global _guard
+    if _guard is not None:
+        _guard.restore()
+        _guard = None
 
 
 def _guard_methods(guard: _Guard) -> None:
@@ -202,10 +247,10 @@ def _guard_methods(guard: _Guard) -> None:
         "register_hook": (_HOOKED, hooks),
     }
     for name, (message, refuses) in refused.items():
-        setattr(DTensor, name, _guarded(getattr(DTensor, name), message, refuses))
+        guard.replace(DTensor, name, _guarded(getattr(DTensor, name), message, refuses))
     data: Any = torch.Tensor.data
     setter = _guarded(data.__set__, _ASSIGNED, assigns)
-    DTensor.data = property(data.__get__, setter)  # pyright: ignore[reportAttributeAccessIssue]
+    guard.replace(DTensor, "data", property(data.__get__, setter))
 
 
 def _explained(original: Callable[..., Any], guard: _Guard) -> Callable[..., Any]:

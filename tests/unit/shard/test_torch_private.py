@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from composer_fsdp2.torch_private.members import (
     check_private_members,
     member_states,
 )
+from tests.support.limits import scaled
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +101,54 @@ def test_looking_costs_little():
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, check=True, text=True
     )
     assert float(done.stdout) < 0.5
+
+
+_DTENSOR_BEFORE_AND_AFTER = """
+import gc, sys, torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from composer_fsdp2 import prepare_fully_shard, uninstall
+
+store = dist.FileStore(sys.argv[1], 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+def methods():
+    dispatcher = DTensor._op_dispatcher
+    return dict(vars(DTensor)), dict(vars(dispatcher)), dict(dispatcher._custom_op_handlers)
+
+def prepared():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    prepare_fully_shard(model, None, {})
+    return model
+
+before = methods()
+first, second = prepared(), prepared()
+assert all(now != was for now, was in zip(methods(), before))
+for_two = methods()
+del first
+gc.collect()
+assert methods() == for_two
+del second
+gc.collect()
+assert methods() == before
+third = prepared()
+uninstall()
+assert methods() == before
+fourth = prepared()
+assert methods() != before
+del third, fourth
+gc.collect()
+assert methods() == before
+dist.destroy_process_group()
+"""
+
+
+def test_dtensor_is_torchs_own_before_the_first_model_and_after_the_last(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", _DTENSOR_BEFORE_AND_AFTER, str(tmp_path / "store")],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=scaled(120),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
