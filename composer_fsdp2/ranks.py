@@ -12,8 +12,8 @@ import pickle
 import platform
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,12 @@ __all__ = [
     "installation",
     "is_fake",
     "of_rank0",
+    "on_all_ranks",
     "raise_on_all_ranks",
 ]
+
+
+Value = TypeVar("Value")
 
 
 def all_gather_tensor(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -51,7 +55,7 @@ def is_fake(group: dist.ProcessGroup | None = None) -> bool:
 
 def raise_on_all_ranks(
     facts: Mapping[str, Any],
-    error: Exception | None = None,
+    error: BaseException | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Mapping[str, Any]]:
     """Raises one error on every rank when any rank failed or holds other facts.
@@ -110,6 +114,43 @@ def raise_on_all_ranks(
     return [theirs for _, theirs in everyone]
 
 
+def on_all_ranks(
+    act: Callable[[], Value],
+    explain: Callable[[BaseException], BaseException] = lambda error: error,
+    group: dist.ProcessGroup | None = None,
+) -> Value:
+    """Acts, and raises one error on every rank when any rank could not.
+
+    Collective: yes, over `group`.
+
+    Args:
+        act: what this rank does; other ranks may do something else, or nothing.
+        explain: returns the error to raise for one of this rank. What it raises ends this rank
+            alone: for an error that every rank has.
+        group: the default group by default.
+
+    Returns:
+        What this rank's action returns.
+
+    Raises:
+        Exception: as `raise_on_all_ranks`.
+    """
+    result, error = None, None
+    try:
+        result = act()
+    except BaseException as failed:
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        # Torch's error of a checkpoint is no Exception.
+        if not isinstance(failed, (Exception, CheckpointException)):
+            raise
+        error = explain(failed)
+        if error is not failed:
+            error.__cause__ = failed
+    raise_on_all_ranks({}, error, group)
+    return result  # pyright: ignore[reportReturnType]
+
+
 class _Failure(NamedTuple):
     """An error in a form that every rank can read."""
 
@@ -120,7 +161,7 @@ class _Failure(NamedTuple):
     where: str
 
 
-def _failure_of(error: Exception) -> _Failure:
+def _failure_of(error: BaseException) -> _Failure:
     pickled = b""
     # Its class may want other arguments than it keeps, or exist on this rank alone.
     with contextlib.suppress(Exception):
@@ -137,7 +178,7 @@ _OWN = {kind.__name__: kind for kind in (CheckpointError, ConfigError, PatchErro
 
 
 def _raise_first(
-    everyone: list[tuple[_Failure | None, Mapping[str, Any]]], error: Exception | None
+    everyone: list[tuple[_Failure | None, Mapping[str, Any]]], error: BaseException | None
 ) -> None:
     failures = [(rank, failed) for rank, (failed, _) in enumerate(everyone) if failed is not None]
     if not failures:
@@ -146,7 +187,7 @@ def _raise_first(
     if failed.kind in _OWN:
         where = "" if len(failures) == len(everyone) else f"On rank {rank}: "
         raise _OWN[failed.kind](where + failed.text) from error
-    raised: Exception = PlanError(f"{failed.kind}: {failed.text}")
+    raised: BaseException = PlanError(f"{failed.kind}: {failed.text}")
     if error is not None and (type(error).__name__, str(error)) == (failed.kind, failed.text):
         raised = error
     else:

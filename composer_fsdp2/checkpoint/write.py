@@ -43,7 +43,7 @@ from composer_fsdp2.checkpoint.staging import (
     write_failure,
 )
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.torch_private.tensors import local_part
 
 __all__ = [
@@ -196,29 +196,26 @@ def together(
     Raises:
         CheckpointError: saying that nothing is at `path`, and why.
     """
-    error: CheckpointError | None = None
-    try:
-        if when:
-            act()
-    except CheckpointError as failed:
-        error = failed
-    except (Exception, CheckpointException) as failed:  # the other ranks must hear of anything
-        cause: BaseException = failed
-        text = f"{type(failed).__name__}: {failed}"
-        if isinstance(failed, CheckpointException):
-            _, (cause, _) = min(failed.failures.items())
-            text = reason_of(failed)
+
+    def explain(error: BaseException) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        cause, text = error, f"{type(error).__name__}: {error}"
+        if isinstance(error, CheckpointException):
+            _, (cause, _) = min(error.failures.items())
+            text = reason_of(error)
         refused = write_failure(cause)
-        error = unwritten(path, refused) if refused is not None else CheckpointError(text)
+        return unwritten(path, refused) if refused is not None else CheckpointError(text)
+
     try:
-        raise_on_all_ranks({}, error, group)
+        on_all_ranks(lambda: act() if when else None, explain, group)
     except CheckpointError as agreed:
         if any(said in str(agreed) for said in _SAID):
             raise
         raise CheckpointError(
             f"The checkpoint '{path}' could not be written: {agreed}. Nothing is left of it, and "
             "earlier ones are as they were. Make room there, or give another place."
-        ) from error
+        ) from agreed
 
 
 class _Writer(FileSystemWriter):

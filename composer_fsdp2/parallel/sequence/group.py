@@ -29,7 +29,7 @@ from composer_fsdp2.parallel.sequence.masks import (
     SequenceParts,
     SharedSequence,
 )
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import on_all_ranks, raise_on_all_ranks
 
 __all__ = ["SequenceGroup"]
 
@@ -167,12 +167,7 @@ class SequenceGroup(RankGroup):
         if self._is_idle or generates or given.get("past_key_values") is not None:
             return None
         if not self._is_tried and self.compare(given, module.training):
-            error = None
-            try:  # a batch that one group refuses is refused on every rank
-                self._divided(given)
-            except PlanError as refused:
-                error = refused
-            raise_on_all_ranks({}, error)
+            on_all_ranks(lambda: self._divided(given))  # one group may refuse its batch
             if module.training:
                 self._try_attention(given)
         return (), self._divided(given)

@@ -20,7 +20,7 @@ from composer_fsdp2.checkpoint.source import open_checkpoint
 from composer_fsdp2.checkpoint.staging import REPLACED
 from composer_fsdp2.checkpoint.write import point_to
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
+from composer_fsdp2.ranks import of_rank0, on_all_ranks
 from composer_fsdp2.trainer.checkpoint.load import load_checkpoint
 from composer_fsdp2.trainer.checkpoint.names import batch_of, pattern_of
 
@@ -58,14 +58,12 @@ def search_save_folder(state: State, arguments: Mapping[str, Any]) -> None:
         dist.barrier()
         _candidates[state] = link, ()
         return
-    found, error = (), None
-    if dist.get_global_rank() == 0 and folder.is_dir():
-        try:
-            found = _settle(folder, link, str(arguments["save_filename"]), state)
-        except Exception as failed:  # the other ranks wait for what rank 0 finds
-            error = CheckpointError(f"'{folder}' cannot be searched for checkpoints: {failed}")
-    raise_on_all_ranks({}, error)
-    _candidates[state] = link, of_rank0(found)
+    searches = dist.get_global_rank() == 0 and folder.is_dir()
+    paths = on_all_ranks(
+        lambda: _settle(folder, link, str(arguments["save_filename"]), state) if searches else (),
+        lambda error: CheckpointError(f"'{folder}' cannot be searched for checkpoints: {error}"),
+    )
+    _candidates[state] = link, of_rank0(paths)
 
 
 def was_searched(state: State) -> bool:

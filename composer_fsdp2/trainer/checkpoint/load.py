@@ -41,7 +41,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.lion_state import ADAPTIVE_LIONS, lion_as_text
 from composer_fsdp2.optim.local import MatrixOptimizer
 from composer_fsdp2.parallel.row_order import order_of, whole_to_part
-from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
+from composer_fsdp2.ranks import of_rank0, on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.checkpoint.load_optimizer import (
@@ -53,12 +53,12 @@ from composer_fsdp2.trainer.checkpoint.load_optimizer import (
 from composer_fsdp2.trainer.checkpoint.load_steps import (
     Ignore,
     StateDict,
+    as_checkpoint_error,
     check_objects,
     drop_keys,
     fetched,
     notes_of,
     remove_keys,
-    run_on_all_ranks,
     set_rates_by_schedules,
     warn_on_rank_0,
 )
@@ -94,8 +94,8 @@ def load_checkpoint(
     """
     path = partial_format(path, run_name=state.run_name)
     with fetched(path, object_store, state, progress_bar) as (local, remote):
-        kind: Kind = run_on_all_ranks(
-            lambda: "sharded" if remote is not None else detect_kind(local)
+        kind: Kind = on_all_ranks(
+            lambda: "sharded" if remote is not None else detect_kind(local), as_checkpoint_error
         )
         if kind == "sharded" and state.fsdp_config is not None and not state.fsdp_enabled:
             state._apply_fsdp()  # it waited for one file, to be read on rank 0 alone
@@ -248,7 +248,7 @@ class _Load:
         """Hands what was read to Composer, and returns the random states. Collective: yes."""
         warn_on_rank_0(self.notes)
         values = loaded["state"]
-        run_on_all_ranks(lambda: self._check_loaded(values))
+        on_all_ranks(lambda: self._check_loaded(values), as_checkpoint_error)
         averages = self.averages and str(self.saved.path)
         facts = raise_on_all_ranks({"~averages": averages, "~carried": self.carried is not None})
         path = next((fact["~averages"] for fact in facts if fact["~averages"]), None)
@@ -296,10 +296,12 @@ class _ShardedLoad(_Load):
     def read(self, local: Path, remote: Any) -> StateDict:
         """Returns the run's own state, filled. Collective: yes."""
         reader: Any = remote or composers.FileSystemReaderWithValidation(str(local))
-        saved = run_on_all_ranks(lambda: FolderCheckpoint(local, incomplete=remote is not None))
+        saved = on_all_ranks(
+            lambda: FolderCheckpoint(local, incomplete=remote is not None), as_checkpoint_error
+        )
         self.saved = reader.checkpoint = saved
         if remote is not None:
-            run_on_all_ranks(lambda: check_objects(saved, remote))
+            on_all_ranks(lambda: check_objects(saved, remote), as_checkpoint_error)
         self.states = saved_states(saved, self.state.optimizers)
         wanted = self.wanted()
         state = wanted["state"]
@@ -313,14 +315,14 @@ class _ShardedLoad(_Load):
             ranks = composers._get_num_ranks_that_saved_rng(saved.metadata)
             # The list has one entry for each rank of this run, and a load asks for all of them.
             wanted["rng"] = wanted["rng"][:ranks]
-        names, own = run_on_all_ranks(lambda: self._settle(wanted))
+        names, own = on_all_ranks(lambda: self._settle(wanted), as_checkpoint_error)
         groups = {name: _read_groups(saved, reader, name) for name in names}
 
         def compare() -> list[str]:
             self.check_groups(groups)
             return self.check_names(wanted)
 
-        remove_keys(wanted, run_on_all_ranks(compare))
+        remove_keys(wanted, on_all_ranks(compare, as_checkpoint_error))
         config: Any = self.state.fsdp_config
         # On a GPU Composer asks torch for a state dict in CPU memory, which is a copy.
         if config is None or self.state.device.name == "cpu":
@@ -385,7 +387,7 @@ class _FullLoad(_Load):
         rank, alone = dist.get_global_rank(), self.state.load_monolith_rank0_only
         share = (0, 1) if alone else (rank, dist.get_world_size())
         reads = rank == 0 or not alone
-        run_on_all_ranks(lambda: self._open(local, share) if reads else None)
+        on_all_ranks(lambda: self._open(local, share) if reads else None, as_checkpoint_error)
         self.states = saved_states(self.saved, self.state.optimizers) if reads else {}
         self.states = of_rank0(self.states) if alone else self.states
         # As shards, because `full` gathers every weight, and only names and shapes are wanted.
@@ -404,7 +406,9 @@ class _FullLoad(_Load):
         # Model and optimizer alone: nothing is lost without the rest of a file.
         heavy = ("model", "optimizers")
         names = {"state": {k: v for k, v in wanted["state"].items() if k in heavy}}
-        values = run_on_all_ranks(lambda: self._read(names) if reads else None)
+        values: Any = on_all_ranks(
+            lambda: self._read(names) if reads else None, as_checkpoint_error
+        )
         if not alone:
             return values
         kept: StateDict = {}

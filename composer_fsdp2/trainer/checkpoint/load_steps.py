@@ -15,24 +15,23 @@ from composer.utils import ObjectStore, dist
 from composer.utils import checkpoint as composers
 from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import extract_path_from_symlink, is_tar
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, flatten
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import on_all_ranks
 from composer_fsdp2.text import listed
 
 __all__ = [
     "Ignore",
     "StateDict",
+    "as_checkpoint_error",
     "check_objects",
     "drop_keys",
     "fetched",
     "notes_of",
     "remove_keys",
-    "run_on_all_ranks",
     "set_rates_by_schedules",
     "warn_on_rank_0",
 ]
@@ -43,18 +42,11 @@ Ignore = Sequence[str] | Callable[[dict[str, Any]], None] | None
 StateDict = dict[str, Any]
 
 
-def run_on_all_ranks(act: Callable[[], Any]) -> Any:
-    """Acts, and raises one error on every rank when any rank could not. Collective: yes."""
-    found, error = None, None
-    try:
-        found = act()
-    except CheckpointError as failed:
-        error = failed
-    except (Exception, CheckpointException) as failed:  # the other ranks must hear of it
-        error = CheckpointError(f"{type(failed).__name__}: {failed}")
-        error.__cause__ = failed
-    raise_on_all_ranks({}, error)
-    return found
+def as_checkpoint_error(error: BaseException) -> CheckpointError:
+    """Returns the error of a step of a load as one of the checkpoint. Collective: no."""
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(f"{type(error).__name__}: {error}")
 
 
 def drop_keys(values: StateDict, ignore: Ignore) -> StateDict:
@@ -168,8 +160,8 @@ def fetched(
                 path = extract_path_from_symlink(path, object_store=object_store)
             if object_store is None or Path(path).suffix in (".pt", ".tar", ".gz", ".tgz"):
                 download = composers.download_checkpoint
-                file, _, _ = run_on_all_ranks(
-                    lambda: download(path, folder, object_store, progress_bar)
+                file, _, _ = on_all_ranks(
+                    lambda: download(path, folder, object_store, progress_bar), as_checkpoint_error
                 )
                 yield Path(file), None
                 return
@@ -177,8 +169,9 @@ def fetched(
             first = dist.get_local_rank() == 0
             # The reader fetches it too, but on one rank alone, and the others would wait for its
             # failure.
-            run_on_all_ranks(
-                lambda: fetch(f"{path}/{METADATA}", target, object_store) if first else None
+            on_all_ranks(
+                lambda: fetch(f"{path}/{METADATA}", target, object_store) if first else None,
+                as_checkpoint_error,
             )
             reader: Any = composers.DistCPObjectStoreReader(
                 source_path=path,

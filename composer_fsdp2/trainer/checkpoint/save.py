@@ -46,7 +46,7 @@ from composer_fsdp2.checkpoint.write import (
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.prepare.settings import TrainerFSDP2Config
-from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
+from composer_fsdp2.ranks import of_rank0, on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.step.gloo import gloo_groups
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
@@ -258,27 +258,31 @@ def make_save_folder(
         CheckpointError: nothing could be saved there, or in parts that no load would find; on every
             rank.
     """
-    error, uploader = None, saver.remote_uploader
+    uploader = saver.remote_uploader
     path = saver.folder if uploader is None else uploader.remote_folder
-    folder = Path()
-    try:
+
+    def make() -> Path:
         original(saver, state, logger)
         folder = Path(format_name_with_dist(saver.folder, state.run_name))
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as failed:
-        error = CheckpointError(
-            f"Nothing can be written to the save_folder '{path}': {failed.strerror or failed}. The "
-            "run would train and keep nothing. Give a save_folder that can be made and written to "
-            "on every node."
-        )
-    except Exception as failed:  # of the client of an object store, on rank 0 alone
-        error = CheckpointError(
-            f"The save_folder '{path}' does not take a file: {type(failed).__name__}: {failed}. "
+        return folder
+
+    def explain(error: BaseException) -> CheckpointError:
+        if isinstance(error, OSError):
+            return CheckpointError(
+                f"Nothing can be written to the save_folder '{path}': {error.strerror or error}. "
+                "The run would train and keep nothing. Give a save_folder that can be made and "
+                "written to on every node."
+            )
+        # Of the client of an object store, on rank 0 alone.
+        return CheckpointError(
+            f"The save_folder '{path}' does not take a file: {type(error).__name__}: {error}. "
             "The run would train and keep nothing. Look at the name of the bucket, at the "
             "credentials, and at the address of the store."
         )
-    raise_on_all_ranks({}, error)
+
+    folder = on_all_ranks(make, explain)
     uploads = saver.remote_file_name is not None and (
         uploader is not None or any(item.can_upload_files() for item in logger.destinations)
     )
@@ -494,12 +498,8 @@ def finish_at_fit_end(
     # Composer's own method, which `functools.wraps` keeps in `__wrapped__` of the replacement.
     finish_background_save(inspect.unwrap(CheckpointSaver._save_checkpoint), saver, logger)
     check_uploads(saver, wait=True)
-    error = None
-    try:
-        original(saver, state, logger)
-    except Exception as failed:  # of the client of an object store, on rank 0 alone
-        error = failed_upload(saver, failed)
-    raise_on_all_ranks({}, error)
+    # The client of an object store fails on rank 0 alone.
+    on_all_ranks(lambda: original(saver, state, logger), lambda error: failed_upload(saver, error))
 
 
 def leave_background_save(

@@ -15,7 +15,7 @@ from composer.utils.object_store import ObjectStore
 
 from composer_fsdp2.checkpoint.source import open_checkpoint
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import on_all_ranks
 from composer_fsdp2.trainer.checkpoint.autoresume import was_searched
 from composer_fsdp2.trainer.checkpoint.names import COUNTS, batch_of, pattern_of, without_times
 from composer_fsdp2.trainer.override_attribute import override_attribute
@@ -34,22 +34,23 @@ def refuse_later_checkpoints(
         CheckpointError: see `check_save_folder`; on every rank.
     """
     config: Any = state.fsdp_config
-    name, prefix, error = saver.filename.filename, config.sharded_ckpt_prefix_dir, None
+    prefix, name = config.sharded_ckpt_prefix_dir, saver.filename.filename
     if saver.remote_uploader is not None and was_searched(state) and int(state.timestamp.batch):
         # Later objects than autoresume has found are of uploads of this run that did not end.
         saver.overwrite = True
-    try:
+
+    def check() -> None:
+        rest = prefix, state.run_name, state.timestamp
         if saver.overwrite:
-            pass
-        elif saver.remote_uploader is None or saver.remote_file_name is None:
-            check_save_folder(saver.folder, name, prefix, state.run_name, state.timestamp)
+            return
+        if saver.remote_uploader is None or saver.remote_file_name is None:
+            check_save_folder(saver.folder, name, *rest)
         elif dist.get_global_rank() == 0:
-            folder, name = saver.remote_uploader.remote_folder, saver.remote_file_name.filename
-            store = saver.remote_uploader.remote_backend
-            check_save_folder(folder, name, prefix, state.run_name, state.timestamp, store)
-    except CheckpointError as failed:
-        error = failed
-    raise_on_all_ranks({}, error)
+            uploader = saver.remote_uploader
+            remote_name = saver.remote_file_name.filename
+            check_save_folder(uploader.remote_folder, remote_name, *rest, uploader.remote_backend)
+
+    on_all_ranks(check)
     with override_attribute(saver, "overwrite", True):  # what Composer would look for is not there
         original(saver, state, logger)
 

@@ -20,7 +20,7 @@ from composer.utils import dist
 from composer.utils.remote_uploader import RemoteFilesExistingCheckStatus
 
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.trainer.dist_views import View
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
@@ -71,8 +71,9 @@ def save_and_upload(
     Raises:
         CheckpointError: on every rank, wherever one of them failed.
     """
-    error, kept, saves = None, list(saver.saved_checkpoints), saver.symlink_count
-    try:
+    kept, saves = list(saver.saved_checkpoints), saver.symlink_count
+
+    def save() -> None:
         # Composer names files by the rank at its import, which a program that forks has not yet.
         name = "_TORCH_DISTRIBUTED_CHECKPOINTS_FILENAME"
         with (
@@ -80,16 +81,18 @@ def save_and_upload(
             override_attribute(vars(checkpoint_saver)["dist"], "errors", True),
         ):
             original(saver, state, logger)
-    except _ToldError as told:  # by the exchange that the rank which failed has taken for its last
-        raise told.args[0] from told
-    except CheckpointError as failed:
-        error = failed
-    except Exception as failed:
-        if saver.symlink_count == saves and not isinstance(failed, OSError):
-            raise  # before the save: of a user's state dict, on every rank
-        error = failed_after_save(saver.folder, failed)
-        error.__cause__ = failed
-    raise_on_all_ranks({}, error)
+
+    def explain(error: BaseException) -> BaseException:
+        if isinstance(error, _ToldError):
+            # By the exchange that the rank which failed has taken for its last.
+            raise error.args[0] from error
+        if isinstance(error, CheckpointError):
+            return error
+        if saver.symlink_count == saves and not isinstance(error, OSError):
+            raise error  # before the save: of a user's state dict, on every rank
+        return failed_after_save(saver.folder, error)
+
+    on_all_ranks(save, explain)
     if saver.remote_uploader is not None:
         _checks.update(task[0] for task in saver.symlink_upload_tasks)
     # Rank 0 has removed old checkpoints by now, from the folder that it sees.
@@ -99,7 +102,7 @@ def save_and_upload(
             shutil.rmtree(Path(path).parent, ignore_errors=True)
 
 
-def failed_after_save(path: object, error: Exception) -> CheckpointError:
+def failed_after_save(path: object, error: BaseException) -> CheckpointError:
     """Returns the error for a checkpoint that is complete, where what comes next has failed."""
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return CheckpointError(

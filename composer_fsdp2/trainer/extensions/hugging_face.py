@@ -25,7 +25,7 @@ from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError, PlanError
 from composer_fsdp2.parallel.division import whole_sequences
 from composer_fsdp2.parallel.tensor.transformation import draw_together
-from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
+from composer_fsdp2.ranks import any_rank, on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_summoned, summon_full_params
 from composer_fsdp2.shard.units import reshard
 from composer_fsdp2.torch_private.tensors import default_store
@@ -79,19 +79,21 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         for facts in raise_on_all_ranks({"~main": given.arguments["is_main_process"]})
     ]
     writer = mains.index(True) if any(mains) else 0
-    error, first = None, writer == 0
+    first = writer == 0
     # `rank0_only` means global rank 0. For another writer, every rank gets full parameters.
     shown = summon_full_params(model, writeback=False, rank0_only=first, offload_to_cpu=first)
+
+    def write() -> None:
+        # transformers 5 asks the model, and writes on rank 0 alone.
+        with override_attribute(model, "should_save_on_this_rank", bool):
+            if dist.get_global_rank() == writer:
+                save()
+
+    def explain(error: BaseException) -> BaseException:
+        return error if isinstance(error, CheckpointError) else _unwritten(folder, error)
+
     with shown:
-        if dist.get_global_rank() == writer:
-            try:
-                # transformers 5 asks the model, and writes on rank 0 alone.
-                with override_attribute(model, "should_save_on_this_rank", bool):
-                    save()
-            except Exception as caught:  # the other ranks must hear of it
-                told = isinstance(caught, CheckpointError)
-                error = caught if told else _unwritten(folder, caught)
-    raise_on_all_ranks({}, error)
+        on_all_ranks(write, explain)
     return None
 
 
