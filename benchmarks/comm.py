@@ -294,7 +294,7 @@ def _mesh_by_hand(case: Case, world: int) -> DeviceMesh:
 def _shard_ours(model: nn.Module, case: Case, world: int) -> Sequence[Any]:
     plan = shapes.plan(model, case.classes, reshard_after_forward=case.reshard)
     made = shapes.prepare(model, case.classes, **case.config)
-    assert list(made) == [name for unit in plan.units for name in unit.modules]
+    assert list(made) == [unit.module for unit in plan.units]
     return plan.units
 
 

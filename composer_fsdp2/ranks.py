@@ -231,7 +231,11 @@ def _versions(packages: tuple[str, ...], path: tuple[str, ...]) -> str:
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on any rank. Collective: yes, over the default group."""
+    """Whether the flag is set on any rank. Collective: yes, over the default group.
+
+    For setup, before a run has an `Agreement`, and where a device may wait; in a step take
+    `step.agreement.Agreement.any_rank`, which no device waits for.
+    """
     if dist.get_world_size() == 1:
         return flag
     found = torch.tensor([int(flag)], device=device)
@@ -240,7 +244,10 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def of_rank0(value: Any) -> Any:
-    """Returns rank 0's plain value. Collective: yes, over the default group."""
+    """Returns rank 0's plain value. Collective: yes, over the default group.
+
+    For setup and checkpoints; in a step take `step.agreement.Agreement.of_rank0`.
+    """
     holder = [value]
     if dist.is_initialized() and not is_fake() and dist.get_world_size() > 1:
         dist.broadcast_object_list(holder, src=0)

@@ -438,7 +438,7 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
             PlanError: for a unit inside a head.
         """
         prefixes = tuple(f"{head}." for head in plan.heads)
-        for name in (name for unit in units.units for name in unit.modules):
+        for name in (unit.module for unit in units.units):
             if name.startswith(prefixes):
                 head = min(head for head in plan.heads if name.startswith(f"{head}."))
                 raise PlanError(

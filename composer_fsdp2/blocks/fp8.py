@@ -148,7 +148,7 @@ class Float8Linear(Transformation[Float8Plan]):
         for name, unit in ((name, unit_of[f"{name}.weight"]) for name in gathered):
             if not isinstance(unit.reshard_after_forward, bool):
                 raise PlanError(
-                    f"'{name}' is to be gathered in fp8, and its unit '{unit.modules[0]}' reshards "
+                    f"'{name}' is to be gathered in fp8, and its unit '{unit.module}' reshards "
                     f"to groups of {unit.reshard_after_forward} ranks. Torch has no second, "
                     "smaller gather of cast weights. Write reshard_after_forward: true, or "
                     "all_gather: false."

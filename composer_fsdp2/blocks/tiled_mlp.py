@@ -97,7 +97,7 @@ class TiledMLP(Transformation[TilingPlan]):
         """Returns the MLPs to cut."""
         if facts.settings.tiled_mlp is None:
             return None
-        units = [name for unit in facts.units.units for name in unit.modules if name]
+        units = [unit.module for unit in facts.units.units if unit.module]
         return plan_tiling(facts.tree, facts.settings.tiled_mlp, units=units)
 
     def apply(self, tree: ModuleTree, plan: TilingPlan) -> None:

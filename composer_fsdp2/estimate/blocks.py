@@ -72,7 +72,7 @@ def find_equal_blocks(
     tied = {name for names in units.tied for name in names}
     inside: dict[str, list[Any]] = defaultdict(list)
     for unit in units.units:
-        inside[unit.modules[0]].append(
+        inside[unit.module].append(
             (unit.reshard_after_forward, str(unit.mixed_precision), unit.role)
         )
     for name in treated:

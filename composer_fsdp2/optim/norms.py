@@ -35,7 +35,6 @@ __all__ = [
     "clip_grad_value_",
     "gradient_norm",
     "groups_of",
-    "local_part",
     "norm_of",
     "whole_metrics",
 ]
@@ -83,7 +82,13 @@ def _reduced(
     groups: Sequence[Groups],
     operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[torch.Tensor]:
-    """Values with what is missing from the other ranks, one collective for each process group."""
+    """Adds up partial sums, or takes their maximum, over groups: one collective for each group.
+
+    Args:
+        values: partial results of this rank.
+        groups: of each value, over which it is reduced one after the other.
+        operation: the reduction.
+    """
     found = list(values)
     for group in dict.fromkeys(group for several in groups for group in several):
         places = [index for index, several in enumerate(groups) if group in several]
@@ -303,7 +308,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clips the norm of all gradients, as if they were one vector; takes what torch's own takes.
+    """Clips the norm of all gradients, as if they were one vector: the signature of torch's own.
 
     It computes on local shards and sends one number for each mesh, where
     `torch.nn.utils.clip_grad_norm_` goes through a DTensor for each gradient. Parameters may be

@@ -125,7 +125,7 @@ def check_model(
     params = {ref.name: ref.param for ref in refs}
     problems: list[str] = []
     for unit in units:
-        problems += filter(None, (_layout_problem(tree, name) for name in unit.modules))
+        problems += filter(None, [_layout_problem(tree, unit.module)])
         dtypes: dict[str, str] = {}
         for name in unit.params:
             param = params[name]
@@ -135,7 +135,7 @@ def check_model(
                 dtypes.setdefault(_dtype_name(param), name)
         if len(dtypes) > 1:
             found = " and ".join(f"{dtype} ('{name}')" for dtype, name in dtypes.items())
-            where = f"The unit '{unit.modules[0]}'" if unit.modules[0] else "The root unit"
+            where = f"The unit '{unit.module}'" if unit.module else "The root unit"
             problems.append(
                 f"{where} holds parameters of different dtypes: {found}. One "
                 "collective gathers one dtype, and torch would stop at the first forward. Modules "

@@ -1,4 +1,4 @@
-"""Which names stand for the same weight: by identity and by storage.
+"""Reads a model once, as a tree of paths, parameters and the weights that names share.
 
 [Note: two kinds of ties] Usually two modules hold the same `Parameter` object. Two different
 `Parameter` objects over the same memory are a tie as well: an optimizer step through one moves the
@@ -77,6 +77,8 @@ class ModuleTree:
     recall: Recall | None = None
     """what blocks enter when they run again in backward, asked for in each of their forwards"""
     _once: list[tuple[str, nn.Module]] = field(default_factory=list[tuple[str, nn.Module]])
+    _weights: tuple[list[int], dict[int, int]] | None = None
+    """ids of parameters, and what `weight_of` says about them"""
 
     @classmethod
     def read(cls, model: nn.Module | ModuleTree) -> ModuleTree:
@@ -128,6 +130,19 @@ class ModuleTree:
     def root(self) -> nn.Module:
         """Returns the whole model."""
         return self.paths[0].module
+
+    @property
+    def weight_of(self) -> Mapping[int, int]:
+        """Maps id(parameter) to the id of the first parameter over the same memory.
+
+        Raises:
+            PlanError: as `canonical_param_ids`.
+        """
+        # Dividing layers gives names other parameters, made while the old ones are there.
+        ids = [id(ref.param) for ref in self.params]
+        if self._weights is None or self._weights[0] != ids:
+            self._weights = ids, canonical_param_ids(self.params)
+        return self._weights[1]
 
     def modules(self) -> Sequence[tuple[str, nn.Module]]:
         """Returns every module once, under its first path, parents before children."""
@@ -237,8 +252,8 @@ def tied_groups(model: nn.Module | ModuleTree) -> tuple[tuple[str, ...], ...]:
         >>> tied_groups(model)
         (('embed.weight', 'head.weight'),)
     """
-    refs = ModuleTree.read(model).params
-    groups = group_ties(refs, canonical_param_ids(refs))
+    tree = ModuleTree.read(model)
+    groups = group_ties(tree.params, tree.weight_of)
     return tuple(tuple(ref.name for ref in group) for group in groups)
 
 

@@ -25,7 +25,6 @@ from composer_fsdp2.plan.conditional_modules import move_units
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     ParamRef,
-    canonical_param_ids,
     group_ties,
     has_forward,
     is_wrapper,
@@ -80,12 +79,12 @@ def plan_wrapping(
         >>> from composer_fsdp2.plan.rules import by_class, root_rule
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
         >>> plan = plan_wrapping(model, [by_class("Linear"), root_rule])
-        >>> [(unit.modules[0], unit.numel) for unit in plan.units]
+        >>> [(unit.module, unit.numel) for unit in plan.units]
         [('0', 40), ('1', 18), ('', 0)]
     """
     tree = ModuleTree.read(model)
     refuse_unreadable(tree)
-    weight_of = canonical_param_ids(tree.params)
+    weight_of = tree.weight_of
     chosen: dict[int, Decision] = {}
     refused: set[int] = set()
     problems: list[str] = []
@@ -267,7 +266,7 @@ def _make_units(
         trains = (enclosing_of.get(index) if decision.role == "head" else index) in needed
         at_once = trains and (top_level or decision.role == "head")
         yield ShardUnit(
-            modules=(tree.paths[index].path,),
+            module=tree.paths[index].path,
             params=tuple(ref.name for ref in refs),
             numel=sum(weights.values()),
             reshard_after_forward=_resolve_reshard(decision, at_once, run_reshard),

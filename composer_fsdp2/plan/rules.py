@@ -15,7 +15,6 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     attribute_of,
-    canonical_param_ids,
     has_forward,
     inside_wrappers,
     may_be_unit,
@@ -143,7 +142,7 @@ def find_embedding_and_head(tree: ModuleTree, policy: WrapPolicy) -> dict[int, D
             found[id(head)] = head, decision
     if not found:
         return {}
-    weight_of = canonical_param_ids(tree.params)
+    weight_of = tree.weight_of
     names = Counter(weight_of[id(ref.param)] for ref in tree.params)
     return {
         key: decision

@@ -223,5 +223,5 @@ def frozen_elements(model: nn.Module, plan: WrapPlan) -> dict[str, int]:
         held = {id(params[name]): params[name] for name in unit.params}
         count = sum(param.numel() for param in held.values() if not param.requires_grad)
         if count:
-            found[unit.modules[0]] = count
+            found[unit.module] = count
     return found

@@ -54,7 +54,7 @@ class ShardUnit:
     Example:
         >>> from composer_fsdp2 import ShardUnit
         >>> unit = ShardUnit(
-        ...     modules=("head",),
+        ...     module="head",
         ...     params=("head.weight",),
         ...     numel=8,
         ...     reshard_after_forward=True,
@@ -64,8 +64,8 @@ class ShardUnit:
         False
     """
 
-    modules: tuple[str, ...]
-    """names given to `fully_shard` together; '' is the root"""
+    module: str
+    """name of what `fully_shard` is given; '' is the root"""
     params: tuple[str, ...]
     """names owned by this unit and by no other, every name of a tied parameter included"""
     numel: int
@@ -113,17 +113,16 @@ class WrapPlan:
         Collective: no.
         """
         inner = [unit for unit in self.units if not unit.top_level]
-        names = {unit.modules[0] for unit in inner if unit.is_block}
+        names = {unit.module for unit in inner if unit.is_block}
         parents = {name.rpartition(".")[0] for name in names}
         found = names - {outer for name in parents for outer in outer_names(name)}
-        return tuple(unit.modules[0] for unit in inner if unit.modules[0] in found)
+        return tuple(unit.module for unit in inner if unit.module in found)
 
     def __str__(self) -> str:
         """Returns the plan as a table."""
         rows: list[tuple[str, ...]] = [("unit", "params", "elements", "reshard", "reason")]
         for unit in self.units:
-            name = ", ".join(module or "<root>" for module in unit.modules)
-            reshard = str(unit.reshard_after_forward).lower()
+            name, reshard = unit.module or "<root>", str(unit.reshard_after_forward).lower()
             rows.append((name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         line = "  ".join(f"{{:{'>' if n in (1, 2) else '<'}{w}}}" for n, w in enumerate(widths))

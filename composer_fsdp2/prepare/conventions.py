@@ -41,7 +41,7 @@ def eval_methods(tree: ModuleTree, plan: WrapPlan) -> list[tuple[str, str]]:
     The Trainer evaluates through `eval_forward`; `generate` of a PEFT model calls that of the model
     inside, and that of a model with an encoder calls the encoder.
     """
-    wanted = {name for unit in plan.units for name in unit.modules}
+    wanted = {unit.module for unit in plan.units}
     units = [(name, module) for name, module in tree.modules() if name in wanted]
     adapted = [(n, m) for n, m in units if attribute_of(m, "get_base_model")]
     methods = [(n, "generate") for n, m in adapted if attribute_of(m, "generate") is not None]

@@ -287,7 +287,7 @@ def apply_to_model(
     for planned in plan.transformations:
         planned.step.after_sharding(tree, planned.plan, units)
     _cast_buffers(tree, plan)
-    tops = [units[u.modules[0]] for u in plan.units.units if u.top_level]
+    tops = [units[u.module] for u in plan.units.units if u.top_level]
     apply_communication(tops, units.values(), settings.communication)
     for one in detached:
         reattach_optimizer(one)
@@ -304,9 +304,7 @@ def _with_unused(plan: WrapPlan, conditional: list[str]) -> list[str]:
     """Returns units in which a parameter may get no gradient on some rank."""
     inside = tuple(f"{name}." for name in conditional)
     return [
-        unit.modules[0]
-        for unit in plan.units
-        if any(name.startswith(inside) for name in unit.params)
+        unit.module for unit in plan.units if any(name.startswith(inside) for name in unit.params)
     ]
 
 
@@ -323,7 +321,7 @@ def start_run(
     towers = [name for name in plan.conditional if has_forward(tree.root.get_submodule(name))]
     around = _with_unused(plan.units, towers)
     beside = tuple(f"{name}." if name else "" for name in around)
-    names = [name for unit in plan.units.units for name in unit.modules]
+    names = [unit.module for unit in plan.units.units]
     inside = [name for name in names if name not in around and name.startswith(beside)]
     force_backward_through(units[name] for name in inside)
     same_batch = tuple(found for found in divisions if isinstance(found, RankGroup))
@@ -348,7 +346,7 @@ def _cast_buffers(tree: ModuleTree, plan: PreparePlan) -> None:
     """Gives every buffer the dtype that its unit, else the run asks for. Collective: no."""
     run = plan.settings.mixed_precision
     units = plan.units.units
-    of_unit = {name: unit.mixed_precision or run for unit in units for name in unit.modules}
+    of_unit = {unit.module: unit.mixed_precision or run for unit in units}
     found: dict[str, str | PrecisionSpec] = {}
     for path, module in tree.modules():  # parents come before children
         around = found.get(path.rpartition(".")[0], run)

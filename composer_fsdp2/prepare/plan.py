@@ -59,11 +59,11 @@ class PreparePlan:
     Without a process group the environment says how many ranks there are, as Composer reads it.
 
     Args:
-        model: as for `prepare_fully_shard`, like the next four.
-        optimizers: one or several; or none.
-        settings: of FSDP2.
-        precision: of the run.
-        device: where the shards live.
+        model: a ComposerModel or any module, on any device, not sharded yet.
+        optimizers: one or several that hold parameters of the model; or `None`.
+        settings: read and checked.
+        precision: a name of Composer or its `Precision`; `None` is fp32.
+        device: where the shards live, as Composer names it; `None` is the best there is.
         mesh: the mesh of the run, where the caller has built it.
         transformations: in the order in which they are applied.
     """
@@ -122,7 +122,7 @@ class PreparePlan:
         self.units = facts.units
         shape.check_reshard(settings.reshard_after_forward, "the run")
         for unit in self.units.units:
-            shape.check_reshard(unit.reshard_after_forward, f"'{unit.modules[0]}'")
+            shape.check_reshard(unit.reshard_after_forward, f"'{unit.module}'")
         self.forward_methods = check_forward_methods(tree, settings.forward_methods, self.units)
         self.forward_methods += eval_methods(tree, self.units)
         check_optimizers(given, tree, gives_values=dist.get_global_rank() == 0)
@@ -155,7 +155,7 @@ class PreparePlan:
         """Returns the policy of one unit; the run's output dtype is that of the model's output."""
         own = unit.mixed_precision
         inner = own is None and not unit.top_level
-        is_linear = unit.modules[0] in self._linear
+        is_linear = unit.module in self._linear
         mixed_precision = own or self.settings.mixed_precision
         return resolve_precision(mixed_precision, self.compute, inner, is_linear)
 
@@ -239,7 +239,7 @@ def _open_weights(path: str, tree: ModuleTree) -> PretrainedWeights:
     weights = PretrainedWeights(path, tree)
     if weights.skipped and dist.get_global_rank() == 0:
         warnings.warn(
-            f"'{path}' was saved with a head that this model has not: its "
+            f"'{path}' was saved with a head that this model does not have: its "
             f"{', '.join(weights.skipped[:20])} will not be read.",
             stacklevel=5,
         )

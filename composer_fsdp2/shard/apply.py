@@ -113,7 +113,7 @@ def check_forward_methods(
                     "It would have no effect. Correct the name."
                 )
             found[name, method] = None
-    units = {name for unit in plan.units for name in unit.modules}
+    units = {unit.module for unit in plan.units}
     for path, method in found:
         if path not in units:
             raise PlanError(
@@ -224,7 +224,7 @@ def apply_plan(
         for unit in layout.order:
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
-            module = layout.modules[unit.modules[0]]
+            module = layout.modules[unit.module]
             between = shard_mesh, make_hook
             if (layer := layer_of(module)) is not None:
                 # Every list of experts has the same ranks.
@@ -241,7 +241,7 @@ def apply_plan(
     guard_reading(model)
     for path, method in forward_methods:
         hooks[layout.modules[path]].hook_method(method)
-    return {name: layout.modules[name] for unit in plan.units for name in unit.modules}
+    return {unit.module: layout.modules[unit.module] for unit in plan.units}
 
 
 def _shard_unit(
@@ -265,7 +265,7 @@ def _shard_unit(
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L491
     """
     # `fully_shard` compares Parameter objects, and units sharded before have exchanged theirs.
-    places = layout.foreign.get(unit.modules[0], ())
+    places = layout.foreign.get(unit.module, ())
     ignored, layer = {getattr(holder, name) for holder, name in places}, layer_of(module)
     if layer is not None:
         ignored |= layer.keep_own()
@@ -288,7 +288,7 @@ def _shard_unit(
         ignored_params=ignored or None,
     )
     full = mesh.device_type if unit.role == "fp32" else None
-    members = [member for _, member in layout.members[unit.modules[0]]]
+    members = [member for _, member in layout.members[unit.module]]
     hooks.attach(members, full, frozen and not is_embedding)
     # Torch refuses as well, in an assertion that says nothing of averages and names no cure.
     type(module).__deepcopy__ = _refuse_copy  # pyright: ignore[reportAttributeAccessIssue]

@@ -37,7 +37,7 @@ class Layout:
         for entry in tree.paths:
             self.modules.setdefault(entry.path, entry.module)
             self.holders[entry.path] = entry.module
-        unit_at = {id(self.modules[unit.modules[0]]): unit.modules[0] for unit in plan.units}
+        unit_at = {id(self.modules[unit.module]): unit.module for unit in plan.units}
         nearest: list[str | None] = []
         for entry in tree.paths:
             above = nearest[entry.parent] if entry.parent >= 0 else None
@@ -49,18 +49,18 @@ class Layout:
                 self.members[unit].append((tree.paths[index].path, tree.paths[index].module))
         # `fully_shard` looks for parameters below its module, and stops at modules that are units:
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_init.py#L123
-        owner_of = {name: unit.modules[0] for unit in plan.units for name in unit.params}
+        owner_of = {name: unit.module for unit in plan.units for name in unit.params}
         self.foreign, hidden = _foreign(tree, nearest, owner_of)
         """unit name -> parameters it would find but another unit owns"""
         # A unit with hidden parameters is given everything below it, so it comes before the units
         # inside it, outer ones first; all others come children before parents.
-        first = [unit for unit in reversed(plan.units) if unit.modules[0] in hidden]
-        rest = [unit for unit in plan.units if unit.modules[0] not in hidden]
+        first = [unit for unit in reversed(plan.units) if unit.module in hidden]
+        rest = [unit for unit in plan.units if unit.module not in hidden]
         self.order = first + rest
 
     def modules_of(self, unit: ShardUnit) -> list[tuple[str, nn.Module]]:
         """Modules whose tensors must be real before the unit is sharded."""
-        modules = list(self.members[unit.modules[0]])
+        modules = list(self.members[unit.module])
         own = {path for path, _ in modules}
         paths = dict.fromkeys(name.rpartition(".")[0] for name in unit.params)
         return modules + [(path, self.holders[path]) for path in paths if path not in own]

@@ -166,7 +166,7 @@ class Run:
     @functools.cached_property
     def groups(self) -> dict[str, list[Any]]:
         """Torch's groups of parameters, by the names of the units that have parameters."""
-        names = [unit.modules[0] for unit in self.plan.units if unit.params]
+        names = [unit.module for unit in self.plan.units if unit.params]
         return {name: param_groups(self.units[name]) for name in names}
 
     @functools.cached_property
@@ -180,7 +180,7 @@ class Run:
         """Tells the units which microbatch is the last of its batch."""
         sync = self.settings.gradient_sync
         # Units that keep their parameters until backward keep them for the microbatches to come.
-        kept = [u.modules[0] for u in self.plan.units if u.reshard_after_forward is False]
+        kept = [u.module for u in self.plan.units if u.reshard_after_forward is False]
         return Accumulation(self.units, sync, kept if sync == "last" else (), self.abort)
 
     def listener(self, kind: type[Listener]) -> Listener | None:
@@ -221,7 +221,7 @@ class Run:
             # Before torch's own, which frees the parameters.
             assert isinstance(unit, nn.Module)
             unit.register_forward_hook(partial(self._after_forward, name), prepend=True)
-        # The only attribute of ours on objects of others.
+        # Where `run_of` looks for it.
         for module in (self.model, *self.units.values()):
             setattr(module, _RUN, self)
 

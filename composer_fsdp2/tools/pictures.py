@@ -258,28 +258,28 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[Row]:
         plan: of a model.
         frozen: elements that are not trained, by the name of the unit (its first module).
     """
-    order = {unit.modules[0]: place for place, unit in enumerate(plan.units)}
+    order = {unit.module: place for place, unit in enumerate(plan.units)}
     blocks, owners = {*plan.blocks()}, plan.owner_of()
     ties: dict[str, tuple[int, ...]] = {}
     for number, names in enumerate(plan.tied, 1):
         if owner := owners.get(names[0]):  # and not left out of the plan
-            ties[owner.modules[0]] = (*ties.get(owner.modules[0], ()), number)
+            ties[owner.module] = (*ties.get(owner.module, ()), number)
 
     def around(unit: ShardUnit) -> list[int]:
         """Returns the places of the units around a unit, and its own."""
-        names = ["", *reversed([*outer_names(unit.modules[0])])]
+        names = ["", *reversed([*outer_names(unit.module)])]
         return [order[name] for name in names if name in order]
 
     def kind(unit: ShardUnit) -> str:
         # `blocks` are found by what is around a unit, so a single embedding is among them.
-        repeated = unit.modules[0] in blocks and _NUMBER.search(unit.modules[0]) is not None
+        repeated = unit.module in blocks and _NUMBER.search(unit.module) is not None
         return "root" if unit.top_level else unit.role or ("block" if repeated else "other")
 
     groups: dict[object, list[ShardUnit]] = {}
     for exact in (True, False):
         groups.clear()
         for unit in sorted(plan.units, key=around):
-            name = unit.modules[0]
+            name = unit.module
             settings = (unit.reshard_after_forward, str(unit.mixed_precision), kind(unit))
             size = (unit.numel, frozen.get(name, 0)) if exact else ()
             key = (_NUMBER.sub("*", name), settings, size, ties.get(name))
@@ -288,8 +288,8 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[Row]:
             break
 
     def row(units: Sequence[ShardUnit]) -> Row:
-        names = [unit.modules[0] for unit in units]
-        label = _joined(names) + "".join(f" + {other}" for other in units[0].modules[1:])
+        names = [unit.module for unit in units]
+        label = _joined(names)
         still = sum(frozen.get(name, 0) for name in names)
         tied = tuple(number for name in names for number in ties.get(name, ()))
         return Row(label, len(around(units[0])) - 1, kind(units[0]), tuple(units), still, tied)

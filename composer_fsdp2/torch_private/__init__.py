@@ -8,5 +8,5 @@ changed. The dicts `_parameters`, `_buffers` and `_modules` of modules and the c
 tensors may be used anywhere: they have not changed since modules exist, and everybody reads them.
 
 A unit's parameters are gathered and reduced in groups. Groups and their parameters are `Any`
-elsewhere, and only given to functions of this file.
+elsewhere, and only given to functions of this folder.
 """

@@ -18,13 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from composer_fsdp2 import Muon, clip_grad_norm_, full_tensor, install, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.optim.norms import gradient_norm, local_part
+from composer_fsdp2.optim.norms import gradient_norm
 from composer_fsdp2.parallel.expert.experts import ExpertLayer, Routing, exchange
 from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
 from composer_fsdp2.parallel.held import held_by, is_elsewhere, layer_of
 from composer_fsdp2.parallel.row_order import group_dividing, part_of
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
+from composer_fsdp2.torch_private.tensors import local_part
 from tests.support.experts import EXPERTS, FAMILIES, Sparse, choose, force
 from tests.support.models import VOCAB
 from tests.support.pairs import parametrize_by_turns, parametrize_pairs

@@ -140,7 +140,7 @@ def test_a_checkpoint_of_a_norm_apart_goes_on(kind: str, tmp_path: Path):
         for index, (before, after) in enumerate([(APART, {}), ({}, APART)]):
             folder = tmp_path / str(index)
             first = run(before, max_duration="2ba", save_folder=str(folder), save_interval="2ba")
-            names = [unit.modules[0] for unit in run_of(first.state.model).plan.units]
+            names = [unit.module for unit in run_of(first.state.model).plan.units]
             assert ("net.norm" in names) is (before is APART)
             second = run(after, max_duration="4ba", load_path=str(folder / name))
             assert second.state.timestamp.batch == 4

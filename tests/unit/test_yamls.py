@@ -297,15 +297,15 @@ def test_its_model_has_the_published_size(path: Path):
 @every_run
 def test_a_unit_is_a_decoder_layer_with_all_of_its_experts(path: Path):
     for run in runs_of(path):
-        layers = [unit.modules for unit in run.plan.units if unit.reason == "fsdp_wrap_fn"]
-        assert len({name.rpartition(".")[0] for (name,) in layers}) == 1
-        numbers = [int(name.rpartition(".")[2]) for (name,) in layers]
+        layers = [unit.module for unit in run.plan.units if unit.reason == "fsdp_wrap_fn"]
+        assert len({name.rpartition(".")[0] for name in layers}) == 1
+        numbers = [int(name.rpartition(".")[2]) for name in layers]
         assert numbers == list(range(LAYERS[hub_name(run)]))
-        ends = {unit.modules for unit in run.plan.units if unit.role is not None}
-        apart = {("model.model.embed_tokens",), ("model.lm_head",)}
+        ends = {unit.module for unit in run.plan.units if unit.role is not None}
+        apart = {"model.model.embed_tokens", "model.lm_head"}
         assert ends == (set() if run.plan.tied or path.stem in OTHER_UNITS else apart)
-        others = {unit.modules for unit in run.plan.units} - {*layers, *ends}
-        assert others == {(name,) for name in OTHER_UNITS.get(path.stem, ["model"])}
+        others = {unit.module for unit in run.plan.units} - {*layers, *ends}
+        assert others == {*OTHER_UNITS.get(path.stem, ["model"])}
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b"])

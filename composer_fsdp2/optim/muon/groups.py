@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.muon.newton_schulz import ADJUSTMENTS, Layout
-from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import matcher
 from composer_fsdp2.plan.rules import output_heads
 from composer_fsdp2.text import listed
@@ -170,8 +170,13 @@ def with_blocks(name: str, shape: Sequence[int], layout: Layout, blocks: Blocks)
     outputs, turns = shape[layout.axis], 1
     if isinstance(blocks, Mapping):
         turns, given = blocks.get("turns"), blocks.get("outputs", ())
-        listed = isinstance(given, Sequence) and not isinstance(given, str)
-        if set(blocks) != {"turns", "outputs"} or type(turns) is not int or turns < 1 or not listed:
+        is_row = isinstance(given, Sequence) and not isinstance(given, str)
+        if (
+            set(blocks) != {"turns", "outputs"}
+            or type(turns) is not int
+            or turns < 1
+            or not is_list
+        ):
             raise PlanError(
                 f"The blocks of '{name}' are {dict(blocks)}. Blocks that take turns need the "
                 "number of turns and the outputs of each block in one turn. Write, for 12 heads of "
@@ -208,7 +213,7 @@ def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, Choice]:
     """
     overrides.check([ref.name for ref in tree.params])
     heads = {id(param) for head in output_heads(tree) for param in head.parameters()}
-    memory = canonical_param_ids(tree.params)
+    memory = tree.weight_of
     names: dict[int, list[str]] = defaultdict(list)
     # A module that is registered twice is one place.
     places: dict[int, set[tuple[int, str]]] = defaultdict(set)
@@ -279,8 +284,8 @@ def _multiplies(path: Sequence[str], param: Tensor, module: nn.Module, kind: str
     """Whether a module is known to multiply by this parameter."""
     leaf = path[-1]
     if param.ndim == 3:
-        listed = any(word in kind for word in ("expert", "moe", "mlp", "glu"))
-        return "conv" not in kind and (listed or any("expert" in part for part in path))
+        in_layer = any(word in kind for word in ("expert", "moe", "mlp", "glu"))
+        return "conv" not in kind and (in_layer or any("expert" in part for part in path))
     has_experts = hasattr(module, "moe_num_experts")
     if has_experts or isinstance(module, nn.Linear) or leaf in (*_QKV, *_GATE_UP):
         return True

@@ -43,9 +43,8 @@ from composer_fsdp2.optim.muon.groups import (
     with_entries,
 )
 from composer_fsdp2.optim.muon.newton_schulz import Layout, lr_ratio, orthogonalise
-from composer_fsdp2.optim.norms import local_part
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.torch_private.tensors import values_known
+from composer_fsdp2.torch_private.tensors import local_part, values_known
 
 __all__ = ["Muon"]
 

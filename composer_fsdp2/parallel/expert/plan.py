@@ -183,16 +183,16 @@ def with_expert_units(plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
     for unit in units.units:
         rest = unit
         for held, start in zip(plan.lists, plan.inside, strict=True):
-            if unit.modules[0].startswith(start):
+            if unit.module.startswith(start):
                 raise PlanError(
-                    f"'{unit.modules[0]}' lies in the experts '{held.name}' and was chosen as a "
+                    f"'{unit.module}' lies in the experts '{held.name}' and was chosen as a "
                     f"unit ({unit.reason}). The experts of a rank are gathered together, for an "
                     "expert may get no token. Choose the block around them."
                 )
             own = tuple(name for name in rest.params if name.startswith(start))
             if own:
                 of_experts = ShardUnit(
-                    modules=(held.name,),
+                    module=held.name,
                     params=own,
                     numel=held.elements,
                     # As the block around them is freed, unless that is the whole model.
@@ -206,7 +206,7 @@ def with_expert_units(plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
                 outside = tuple(name for name in rest.params if not name.startswith(start))
                 rest = replace(rest, params=outside, numel=rest.numel - held.elements)
         changed.append(rest)
-    made = {unit.modules[0] for unit in changed if unit.reason == REASON}
+    made = {unit.module for unit in changed if unit.reason == REASON}
     for names in units.tied:
         if any(name.startswith(f"{unit}.") for name in names for unit in made):
             raise PlanError(

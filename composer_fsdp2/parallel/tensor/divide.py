@@ -32,7 +32,7 @@ from composer_fsdp2.parallel.held import held_by
 from composer_fsdp2.parallel.row_order import RowOrder, part_of, set_order, show_usual_order
 from composer_fsdp2.parallel.tensor.known import Cut, home_of, is_conv1d
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
-from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
+from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef
 from composer_fsdp2.ranks import broadcast_from_rank0, is_fake, of_rank0
 from composer_fsdp2.torch_private.tensors import copy_hooks
 
@@ -51,7 +51,7 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
         mesh: the tensor axis of the run's mesh.
     """
     modules = dict(tree.modules())
-    same = canonical_param_ids(tree.params)
+    same = tree.weight_of
     places: dict[int, list[ParamRef]] = {}
     for ref in tree.params:
         places.setdefault(same[id(ref.param)], []).append(ref)

@@ -33,7 +33,7 @@ from composer_fsdp2.parallel.division import (
 from composer_fsdp2.parallel.row_order import group_dividing, show_usual_order_of_states
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
-from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
+from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.torch_private.tensors import is_plain, root_mesh
@@ -97,7 +97,7 @@ class TensorParallel(Division["LayerPlan"]):
         # Imported on demand: see [Note: dividing].
         from composer_fsdp2.parallel.tensor.layers import plan_layers
 
-        held = [unit.modules[0] for unit in facts.units.units if unit.holders > 1]
+        held = [unit.module for unit in facts.units.units if unit.holders > 1]
         return plan_layers(facts.tree, spec, facts.shard_ranks, held)
 
     def apply_on(self, tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> Divided:
@@ -120,7 +120,7 @@ class TensorParallel(Division["LayerPlan"]):
         self, tree: ModuleTree, plan: LayerPlan, units: WrapPlan, shape: MeshShape
     ) -> GroupSizes:
         """Returns what a rank of a run holds and gathers."""
-        same, owners = canonical_param_ids(tree.params), units.owner_of()
+        same, owners = tree.weight_of, units.owner_of()
         modules, cut = dict(tree.modules()), set[int]()
         for ref in tree.params:
             name, _, attribute = ref.name.rpartition(".")
@@ -138,7 +138,7 @@ class TensorParallel(Division["LayerPlan"]):
             elements, divided = elements + size, divided + size * (number in cut)
             held, held_bytes = held + share, held_bytes + share * ref.param.element_size()
             if unit is not None:
-                name = unit.modules[0] or "<root>"
+                name = unit.module or "<root>"
                 gathered[name] = gathered.get(name, 0) + (size // holders if holders > 1 else part)
         largest = max(gathered, key=lambda name: gathered[name])
         return GroupSizes(

@@ -26,14 +26,13 @@ from composer_fsdp2.optim.norms import (
     clip_grad_norm_,
     clip_grad_value_,
     gradient_norm,
-    local_part,
 )
 from composer_fsdp2.parallel.held import Held, held_by
 from composer_fsdp2.parallel.row_order import RowOrder, order_of, to_model_order, to_ranks_order
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.units import is_sharded, reshard
 from composer_fsdp2.text import plain_name
-from composer_fsdp2.torch_private.tensors import tree_leaves, tree_map_only
+from composer_fsdp2.torch_private.tensors import local_part, tree_leaves, tree_map_only
 
 __all__ = [
     "apply_fsdp",

@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.optim.norms import Groups, groups_of, local_part, whole_metrics
+from composer_fsdp2.optim.norms import Groups, groups_of, whole_metrics
 from composer_fsdp2.shard.units import is_sharded, reshard
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
+from composer_fsdp2.torch_private.tensors import local_part
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [

@@ -14,12 +14,12 @@ from composer.utils import dist
 from torch import nn
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.optim.norms import local_part
 from composer_fsdp2.parallel.held import layer_of
 from composer_fsdp2.prepare.measured_step import MONITOR, Traffic, show
 from composer_fsdp2.step.run import Run, run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.torch_private.members import check_private_members
+from composer_fsdp2.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     pass

@@ -335,7 +335,7 @@ def test_the_unit_that_owns_the_head_keeps_its_weights():
             plan = plan_wrapping(model, rules, reshard_after_forward=freed)
             kept = ChunkedLoss().adjust_units(plan_chunking(ModuleTree.read(model), spec), plan)
             for before, unit in zip(plan.units, kept.units, strict=True):
-                expected = False if unit.modules == (owner,) else before.reshard_after_forward
+                expected = False if unit.module == owner else before.reshard_after_forward
                 assert unit == replace(before, reshard_after_forward=expected)
 
 

@@ -48,8 +48,8 @@ def test_a_rank_gathers_the_parts_that_it_holds():
     )
     names = [name for name, _ in model.named_parameters()]
     given: Any = {"reshard_after_forward": True, "reason": ""}
-    parts = ShardUnit(modules=("0",), params=(*names[:4],), numel=256, holders=4, **given)
-    root = ShardUnit(modules=("",), params=(*names[4:],), numel=32, **given)
+    parts = ShardUnit(module="0", params=(*names[:4],), numel=256, holders=4, **given)
+    root = ShardUnit(module="", params=(*names[4:],), numel=32, **given)
     plan = LayerPlan(degree=2, cuts={}, padding={}, counts={})
     shape = MeshShape(shard=2, tensor=2)
     sizes = TensorParallel().sizes(ModuleTree.read(model), plan, WrapPlan((parts, root)), shape)

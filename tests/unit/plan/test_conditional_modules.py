@@ -101,7 +101,7 @@ def planned(rules: list[Any], **kwargs: Any) -> WrapPlan:
 def test_units_move_out_of_what_may_be_left_out():
     with pytest.warns(UserWarning, match=r"'blocks.1.experts.0'.* and 3 more .*'blocks.1', 'bl"):
         plan = planned([by_name("re:blocks.*experts.[0-9]")])
-    units = {unit.modules[0]: unit for unit in plan.units}
+    units = {unit.module: unit for unit in plan.units}
     assert set(units) == {"", "blocks.1", "blocks.3"}
     assert {units[f"blocks.{n}"].reason for n in (1, 3)} == {LEFT_OUT}
     assert len(units["blocks.1"].params) == 2 + 4 * 6
@@ -110,7 +110,7 @@ def test_units_move_out_of_what_may_be_left_out():
 def test_size_does_not_divide_them():
     with pytest.warns(UserWarning, match="cannot be divided further"):
         plan = planned([by_class(Mixture)], sizes=UnitSizes(most=64))
-    assert not any("experts" in unit.modules[0] for unit in plan.units)
+    assert not any("experts" in unit.module for unit in plan.units)
 
 
 def test_a_unit_with_settings_of_its_own_cannot_move():
@@ -129,4 +129,4 @@ def test_units_move_out_of_a_graph():
     said = "^'blocks.0' would be units, and lie in what you compiled .* so '<root>' gathers"
     with pytest.warns(UserWarning, match=said):
         plan = plan_wrapping(model, [by_class(type(model.blocks[0]))])
-    assert "blocks.0" not in {unit.modules[0] for unit in plan.units}
+    assert "blocks.0" not in {unit.module for unit in plan.units}

@@ -38,12 +38,12 @@ APART = [BLOCKS, by_name("embed"), by_name("head")]
 
 
 def unit_of(plan: WrapPlan, name: str) -> ShardUnit:
-    (unit,) = [unit for unit in plan.units if unit.modules == (name,)]
+    (unit,) = [unit for unit in plan.units if unit.module == name]
     return unit
 
 
 def owners(plan: WrapPlan) -> dict[str, str]:
-    return {name: unit.modules[0] for name, unit in plan.owner_of().items()}
+    return {name: unit.module for name, unit in plan.owner_of().items()}
 
 
 def error_of(model: nn.Module, rules: list[Rule], **kwargs) -> str:
@@ -143,7 +143,7 @@ def test_table_of_a_tie_across_direct_children():
 def test_a_grandchild_registered_again():
     model = Grandchild()
     plan = plan_wrapping(model, trainer_rules(model, WrapPolicy()))
-    assert [unit.modules[0] for unit in plan.units] == [
+    assert [unit.module for unit in plan.units] == [
         *(f"net.blocks.{n}" for n in range(3)),
         "net",
         "",
@@ -225,7 +225,7 @@ def test_a_tie_moves_past_containers():
             return self.towers[1](self.towers[0](x))
 
     plan = plan_wrapping(nn.Sequential(Towers()), [by_class(nn.Linear)])
-    assert [unit.modules for unit in plan.units] == [("0",)]
+    assert [unit.module for unit in plan.units] == ["0"]
 
 
 def test_a_unit_made_for_one_tie_can_cut_another():
@@ -243,7 +243,7 @@ def test_a_unit_made_for_one_tie_can_cut_another():
 def test_units_that_only_held_a_lifted_weight_are_gone():
     plan = plan_wrapping(TinyLM("two modules"), APART)
     assert {"embed", "head"}.isdisjoint(owners(plan).values())
-    assert not any(unit.modules[0] in ("embed", "head") for unit in plan.units)
+    assert not any(unit.module in ("embed", "head") for unit in plan.units)
 
 
 @pytest.mark.parametrize("tie", ["two modules", "storage"])
@@ -276,12 +276,12 @@ def test_parameters_no_rule_covers_belong_to_the_root():
     plan = plan_wrapping(TinyLM(layers=1), [BLOCKS])
     assert unit_of(plan, "").params == ("embed.weight", "norm.weight", "norm.bias", "head.weight")
     assert unit_of(plan, "").reason == "root"
-    assert plan_wrapping(nn.Linear(2, 2), []).units[0].modules == ("",)
+    assert plan_wrapping(nn.Linear(2, 2), []).units[0].module == ""
 
 
 def test_no_root_unit_when_the_rules_cover_everything():
     plan = plan_wrapping(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [by_class(nn.Linear)])
-    assert [unit.modules[0] for unit in plan.units] == ["0", "1"]
+    assert [unit.module for unit in plan.units] == ["0", "1"]
     assert all(unit.top_level for unit in plan.units)
 
 
@@ -292,12 +292,12 @@ def test_a_model_without_parameters_has_no_units():
 def test_the_first_answer_wins_and_no_is_an_answer():
     rules = [by_name("blocks.0"), lambda name, _: Decision(wrap=False, reason="no"), BLOCKS]
     plan = plan_wrapping(TinyLM(), rules)
-    assert [unit.modules[0] for unit in plan.units] == ["blocks.0", ""]
+    assert [unit.module for unit in plan.units] == ["blocks.0", ""]
 
 
 def test_a_root_without_parameters_still_holds_its_units_together():
     plan = plan_wrapping(nn.Sequential(Block(), Block()), [root_rule, BLOCKS])
-    assert [(unit.modules[0], unit.numel) for unit in plan.units] == [
+    assert [(unit.module, unit.numel) for unit in plan.units] == [
         ("0", 450),
         ("1", 450),
         ("", 0),
@@ -467,14 +467,14 @@ def test_a_plan_holds_names_and_numbers_alone():
     assert plan == WrapPlan(
         units=(
             ShardUnit(
-                modules=("blocks.0",),
+                module="blocks.0",
                 params=block,
                 numel=450,
                 reshard_after_forward=True,
                 reason="class Block",
             ),
             ShardUnit(
-                modules=("",),
+                module="",
                 params=rest,
                 numel=190,
                 reshard_after_forward=False,
@@ -633,7 +633,7 @@ def test_units_are_called_and_children_come_before_parents(case):
     plan = plan_wrapping(model, rules)
     tree = ModuleTree.read(model)
     modules = dict(tree.modules())
-    order = {id(modules[unit.modules[0]]): n for n, unit in enumerate(plan.units)}
+    order = {id(modules[unit.module]): n for n, unit in enumerate(plan.units)}
     assert len(order) == len(plan.units)
     inner = set()
     for entry in range(len(tree.paths)):
@@ -676,5 +676,5 @@ def test_the_unit_is_what_the_user_compiled():
     for number, block in enumerate(model.blocks):
         model.blocks[number] = torch.compile(block, backend="eager")
     plan = plan_wrapping(model, [by_class(Block), root_rule])
-    names = [name for unit in plan.units for name in unit.modules if name]
+    names = [unit.module for unit in plan.units if unit.module]
     assert [model.get_submodule(name) for name in names] == list(model.blocks)

@@ -23,7 +23,7 @@ FREE = UnitSettings(reshard_after_forward=False)
 def units(model: nn.Module, rules: list[Rule]) -> dict[str, str]:
     """Unit -> why, without the root."""
     plan = plan_wrapping(model, [*rules, root_rule])
-    return {unit.modules[0]: unit.reason for unit in plan.units if unit.modules[0]}
+    return {unit.module: unit.reason for unit in plan.units if unit.module}
 
 
 def by_policy(model: nn.Module, **policy) -> dict[str, str]:
@@ -101,7 +101,7 @@ def test_names_come_before_classes_and_the_first_pattern_wins():
             ),
         ),
     )
-    reasons = {unit.modules[0]: unit.reason for unit in plan.units}
+    reasons = {unit.module: unit.reason for unit in plan.units}
     assert reasons["blocks.0"] == "name blocks.0"
     assert reasons["blocks.1"] == r"name re:blocks\.[01]"
     assert reasons["blocks.2"] == "class Block"
@@ -241,7 +241,7 @@ def hf_plan(model: nn.Module) -> WrapPlan:
 
 
 def names(plan: WrapPlan) -> list[str]:
-    return [unit.modules[0] for unit in plan.units]
+    return [unit.module for unit in plan.units]
 
 
 def test_llama():
@@ -259,8 +259,8 @@ def test_gpt2_keeps_its_tie():
     )
     lifted = plan_wrapping(model, [*head, by_hf_blocks(model)]).owner_of()
     assert lifted["transformer.wte.weight"] == lifted["lm_head.weight"]
-    assert lifted["lm_head.weight"].modules == ("",)
-    assert lifted["transformer.wpe.weight"].modules == ("transformer.wpe",)
+    assert lifted["lm_head.weight"].module == ""
+    assert lifted["transformer.wpe.weight"].module == "transformer.wpe"
 
 
 def test_bert_lists_its_embeddings_but_they_cross_a_tie():
@@ -271,8 +271,8 @@ def test_bert_lists_its_embeddings_but_they_cross_a_tie():
     word = ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight")
     assert word in plan.tied
     forced = plan_wrapping(model, [by_class("BertEmbeddings")]).owner_of()
-    assert {forced[name].modules for name in word} == {("",)}
-    assert forced["bert.embeddings.LayerNorm.weight"].modules == ("bert.embeddings",)
+    assert {forced[name].module for name in word} == {""}
+    assert forced["bert.embeddings.LayerNorm.weight"].module == "bert.embeddings"
 
 
 def test_t5_has_blocks_in_both_stacks():

@@ -40,8 +40,7 @@ def plan(model: nn.Module, **policy: Any) -> WrapPlan:
 
 def rows(found: WrapPlan) -> dict[str, tuple[int, Any, str]]:
     return {
-        unit.modules[0]: (unit.numel, unit.reshard_after_forward, unit.reason)
-        for unit in found.units
+        unit.module: (unit.numel, unit.reshard_after_forward, unit.reason) for unit in found.units
     }
 
 
@@ -206,7 +205,7 @@ def test_a_tied_small_end_stays_with_its_tie():
     found = plan(model)
     owner = found.owner_of()
     assert owner["norm.weight"] is owner["blocks.0.norm.weight"]
-    assert owner["norm.weight"].modules == ("",)
+    assert owner["norm.weight"].module == ""
 
 
 def test_a_mark_of_false_leaves_a_small_end_to_the_unit_around_it():
@@ -321,7 +320,7 @@ def test_what_is_registered_on_the_unit_itself_stays():
 def kept(model: nn.Module, patterns: Any, gathered_in: Any = torch.bfloat16) -> dict[str, Any]:
     rules = with_fp32_islands(ModuleTree.read(model), patterns, gathered_in, [BLOCKS, root_rule])
     units = plan_wrapping(model, rules).units
-    return {u.modules[0]: u.mixed_precision for u in units if u.mixed_precision is not None}
+    return {u.module: u.mixed_precision for u in units if u.mixed_precision is not None}
 
 
 def test_kept_modules_give_back_the_dtype_around_them():

@@ -27,11 +27,11 @@ def plan(model: nn.Module, **policy):
 
 
 def reasons(model: nn.Module, **policy) -> dict[str, str]:
-    return {unit.modules[0]: unit.reason for unit in plan(model, **policy).units}
+    return {unit.module: unit.reason for unit in plan(model, **policy).units}
 
 
 def unit_of(model: nn.Module, name: str) -> ShardUnit:
-    (unit,) = [unit for unit in plan(model).units if unit.modules == (name,)]
+    (unit,) = [unit for unit in plan(model).units if unit.module == name]
     return unit
 
 
@@ -96,7 +96,7 @@ def test_metrics_are_left_alone():
     metric.inner._fsdp_wrap = True
     metric.inner.weight.requires_grad_(False)
     found = plan_wrapping(model, trainer_rules(model, WrapPolicy()), ignored_params=["metric.*"])
-    assert [unit.modules[0] for unit in found.units] == ["net"]
+    assert [unit.module for unit in found.units] == ["net"]
 
 
 def test_fsdp_wrap_comes_first():

@@ -48,7 +48,7 @@ def test_migrated_yamls_plan(file: Path):
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert sorted(owned) == sorted(names)
     inner = [unit for unit in plan.units if unit.role is None]
-    layers = [unit for unit in inner if unit.modules[0].rpartition(".")[2].isdigit()]
+    layers = [unit for unit in inner if unit.module.rpartition(".")[2].isdigit()]
     assert len(layers) == layers_of(model)
     kept = values["parallelism_config"]["fsdp2"]["reshard_after_forward"] is False
     assert {bool(unit.reshard_after_forward) for unit in layers} == {not kept}

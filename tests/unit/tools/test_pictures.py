@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[3]
 
 def unit(name: str, numel: int = 1000, **values: object) -> ShardUnit:
     values = {"reshard_after_forward": True, "reason": "class", "top_level": not name, **values}
-    return ShardUnit(modules=(name,), params=(f"{name}.w",), numel=numel, **values)
+    return ShardUnit(module=name, params=(f"{name}.w",), numel=numel, **values)
 
 
 def plan_of(*units: ShardUnit, **values: object) -> WrapPlan:
