@@ -175,7 +175,7 @@ def with_blocks(name: str, shape: Sequence[int], layout: Layout, blocks: Blocks)
             set(blocks) != {"turns", "outputs"}
             or type(turns) is not int
             or turns < 1
-            or not is_list
+            or not is_row
         ):
             raise PlanError(
                 f"The blocks of '{name}' are {dict(blocks)}. Blocks that take turns need the "
