@@ -55,7 +55,11 @@ def _page(title: str, height: float, note: str = "") -> tuple[Figure, Axes]:
 def plan_bars() -> Figure:
     """The plan of a vision-language model."""
     found = _json("plan.json")
-    units = tuple(ShardUnit(**unit) for unit in found["units"])
+    units = tuple(
+        ShardUnit(module=modules[0], **unit)
+        for unit in found["units"]
+        for modules in [unit.pop("modules")]
+    )
     plan = WrapPlan(units, tuple(tuple(names) for names in found["tied"]))
     return plan_picture(plan, found["frozen"], found["title"])
 

@@ -334,6 +334,8 @@ def _document(rehearsal: Rehearsal, forecast: Forecast | None, gpu: Gpu | None) 
 
     units: Any = rehearsal.units
     document: dict[str, Any] = {**dataclasses.asdict(units), "frozen": dict(rehearsal.frozen)}
+    for unit in document["units"]:
+        unit["modules"] = [unit.pop("module")]  # the form that this document has always had
     if rehearsal.sizes is not None:
         document["tensor_parallel"] = dataclasses.asdict(rehearsal.sizes)
     if forecast is not None:

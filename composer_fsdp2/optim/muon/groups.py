@@ -171,12 +171,7 @@ def with_blocks(name: str, shape: Sequence[int], layout: Layout, blocks: Blocks)
     if isinstance(blocks, Mapping):
         turns, given = blocks.get("turns"), blocks.get("outputs", ())
         is_row = isinstance(given, Sequence) and not isinstance(given, str)
-        if (
-            set(blocks) != {"turns", "outputs"}
-            or type(turns) is not int
-            or turns < 1
-            or not is_row
-        ):
+        if set(blocks) != {"turns", "outputs"} or type(turns) is not int or turns < 1 or not is_row:
             raise PlanError(
                 f"The blocks of '{name}' are {dict(blocks)}. Blocks that take turns need the "
                 "number of turns and the outputs of each block in one turn. Write, for 12 heads of "
