@@ -179,6 +179,8 @@ def check_source() -> Iterator[str]:
     for rule, check in PACKAGE_RULES.items():
         for source in package:
             yield from (f"{source.name}:{n}: {rule}: {text}" for n, text in check(source))
+    for source, (n, text) in code.shared_names(package):
+        yield f"{source.name}:{n}: name: {text}"
     for name in code.circles(code.module_imports(package)):
         yield f"{PACKAGE}/{name.replace('.', '/')}.py:1: circle: imports itself by way of others"
     for source in _sources("tests", "benchmarks", PACKAGE, "yamls"):

@@ -139,6 +139,25 @@ def imported_patches(source: Source) -> Iterator[Found]:
                 yield line, name
 
 
+def shared_names(sources: Iterable[Source]) -> Iterator[tuple[Source, Found]]:
+    """Yields classes and public functions whose name stands for another thing in another file.
+
+    Commands are named as what they do, and `patches` as the engine's functions that users call.
+    """
+    first: dict[str, Source] = {}
+    for source in sources:
+        for node in source.tree.body:
+            is_class = isinstance(node, ast.ClassDef)
+            if not is_class and not isinstance(node, ast.FunctionDef):
+                continue
+            name = node.name.lstrip("_") if is_class else node.name
+            if name.startswith("_") or source.part == "cli":
+                continue
+            other = first.setdefault(name, source)
+            if other is not source:
+                yield source, (node.lineno, f"'{name}' is another thing in {other.own}")
+
+
 def wrong_libraries(source: Source) -> Iterator[Found]:
     """Yields imports of libraries that the stage may not know."""
     refused = set.union(*GLUE.values()) - GLUE.get(source.part, set())

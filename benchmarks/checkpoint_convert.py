@@ -47,7 +47,7 @@ def make(folder: Path) -> None:
     convert._PIECE_BYTES = LARGEST_BYTES // RANKS
     file_bytes = TENSORS * LARGEST_BYTES // RANKS
     source = open_checkpoint(folder / "full")
-    convert.write_sharded(source, folder / "sharded", file_bytes, lambda *_: None)
+    convert.convert_to_sharded(source, folder / "sharded", file_bytes, lambda *_: None)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
 
 

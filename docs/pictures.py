@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.tools.parity import TOLERANCES, Comparison, Step
+from composer_fsdp2.tools.parity import TOLERANCES, RunComparison, Step
 from composer_fsdp2.tools.pictures import (
     COLORS,
     comparison_picture,
@@ -129,7 +129,7 @@ def loss_curves() -> Figure:
     def run(name: str) -> tuple[Step, ...]:
         return tuple(Step(n, loss, 0.0) for n, loss in enumerate(found[name], 1))
 
-    comparison = Comparison(run("old"), run("new"), TOLERANCES["fp32"])
+    comparison = RunComparison(run("old"), run("new"), TOLERANCES["fp32"])
     names, title = ("FSDP1", "FSDP2"), "Loss under FSDP1 and FSDP2"
     return comparison_picture(comparison, names, title, ["loss"])
 
@@ -146,7 +146,7 @@ def parity_curves() -> Figure:
         )
 
     names = ("FSDP1 file (no CUDA: trains as DDP)", "migrated to FSDP2")
-    comparison = Comparison(run("old"), run("new"), TOLERANCES["fp32"])
+    comparison = RunComparison(run("old"), run("new"), TOLERANCES["fp32"])
     return comparison_picture(comparison, names, "Loss before and after migration", ["loss"])
 
 

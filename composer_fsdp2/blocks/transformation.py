@@ -97,7 +97,7 @@ class Transformation(ABC, Generic[Plan]):
     def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> Any:
         """Changes the model in place, where that needs the ranks among which it is divided.
 
-        Collective: no, but for a `Division` of `parallel.division`, which returns its ranks.
+        Collective: no, but for a `Parallelism` of `parallel.parallelism`, which returns its ranks.
 
         Args:
             tree: of the model.

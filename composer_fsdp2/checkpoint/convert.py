@@ -42,7 +42,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.torch_private.members import check_private_members
 from composer_fsdp2.torch_private.tensors import storage_info
 
-__all__ = ["Advance", "map_copies", "nest", "prove_whole", "write_full", "write_sharded"]
+__all__ = ["Advance", "convert_to_sharded", "map_copies", "nest", "prove_whole", "write_full"]
 
 Advance = Callable[[int, int], object]
 """Told after each part: its bytes, and the bytes of all parts."""
@@ -66,7 +66,7 @@ def prove_whole(source: Checkpoint) -> None:
 # --- To a folder of shards. ---
 
 
-def write_sharded(
+def convert_to_sharded(
     source: Checkpoint, destination: Path, max_file_bytes: int, advance: Advance
 ) -> None:
     """Writes a folder as torch.distributed.checkpoint does, with our checksums beside it.

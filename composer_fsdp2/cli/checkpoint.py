@@ -83,7 +83,7 @@ def convert(
     """Reads with checksums and writes under a temporary name."""
     import torch
 
-    from composer_fsdp2.checkpoint.convert import write_full, write_sharded
+    from composer_fsdp2.checkpoint.convert import convert_to_sharded, write_full
     from composer_fsdp2.checkpoint.huggingface import write_huggingface
     from composer_fsdp2.checkpoint.source import open_checkpoint
     from composer_fsdp2.checkpoint.staging import check_destination
@@ -96,7 +96,7 @@ def convert(
             opened = open_checkpoint(source)
             with progress("Converting") as advance:
                 if to == "sharded":
-                    write_sharded(opened, destination, max_bytes, advance)
+                    convert_to_sharded(opened, destination, max_bytes, advance)
                 elif to == "full":
                     write_full(opened, destination, advance, trained=weights == "trained")
                 else:

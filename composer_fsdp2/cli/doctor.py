@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     from composer_fsdp2.foundry.rehearsal import Rehearsal
     from composer_fsdp2.plan.wrap_plan import WrapPlan
-    from composer_fsdp2.tools.doctor import Machine, Run
+    from composer_fsdp2.tools.doctor import Machine, RunFacts
 
 __all__ = [
-    "Report",
+    "DoctorReport",
     "cluster_of",
     "diagnose",
     "doctor",
-    "installed",
+    "installed_versions",
     "print_report",
     "rehearsed",
 ]
@@ -84,7 +84,9 @@ def doctor(
             report = diagnose(config, overrides or [], ranks, gpus_per_node)
         except ConfigError as error:
             if as_json:
-                _print_json(Report(machine=_read_machine(), run=None, findings=[]), str(error))
+                _print_json(
+                    DoctorReport(machine=_read_machine(), run=None, findings=[]), str(error)
+                )
             raise
         if as_json:
             _print_json(report)
@@ -94,11 +96,11 @@ def doctor(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class DoctorReport:
     """Facts and findings of doctor."""
 
     machine: Machine
-    run: Run | None
+    run: RunFacts | None
     findings: list[Finding]
     units: WrapPlan | None = None
     predicted_step: Mapping[str, Any] | None = None
@@ -113,7 +115,7 @@ class Report:
 
 def diagnose(
     config: Path | None, overrides: list[str], ranks: int | None, gpus_per_node: int | None
-) -> Report:
+) -> DoctorReport:
     """Looks at the machine, and at a run if one is given.
 
     Args:
@@ -125,7 +127,7 @@ def diagnose(
     Raises:
         ConfigError: the command line cannot be, whatever the run is.
     """
-    from composer_fsdp2.tools.doctor import KEYS, Run, examine
+    from composer_fsdp2.tools.doctor import KEYS, RunFacts, examine
     from composer_fsdp2.tools.migrate.signs import check_is_run
 
     if config is not None:
@@ -147,7 +149,7 @@ def diagnose(
             fsdp2 = requests_fsdp2(parsed)
             other = "neither" if parsed.get("fsdp_config") is None else "FSDP1"
             values = {key: run_file.read_setting(cfg, key) for key in KEYS}
-            run = Run(
+            run = RunFacts(
                 path=str(config),
                 asks="FSDP2" if fsdp2 else other,
                 settings=fsdp2_settings(parsed) if fsdp2 else None,
@@ -180,7 +182,9 @@ def diagnose(
         except OWN_ERRORS as error:
             found = list(findings_of(error))
     findings = examine(machine, run, [*wrong, *found])
-    return Report(machine=machine, run=run, findings=findings, units=units, predicted_step=step)
+    return DoctorReport(
+        machine=machine, run=run, findings=findings, units=units, predicted_step=step
+    )
 
 
 # --- Facts. ---
@@ -220,7 +224,7 @@ def rehearsed(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> 
             return rehearse(cfg, cluster, plan_only=plan_only)
 
 
-def installed(name: str) -> str | None:
+def installed_versions(name: str) -> str | None:
     """Returns the version of a distribution; `None` where it is not installed."""
     try:
         return metadata.version(name)
@@ -234,7 +238,7 @@ def _read_machine() -> Machine:
 
     from composer_fsdp2.patches import patch_states
     from composer_fsdp2.shard.communication import VARIABLES, nccl_version
-    from composer_fsdp2.tools.doctor import Gpu, Machine
+    from composer_fsdp2.tools.doctor import LocalGpu, Machine
     from composer_fsdp2.torch_private.members import member_states
 
     count = torch.cuda.device_count()
@@ -245,9 +249,9 @@ def _read_machine() -> Machine:
     return Machine(
         versions={
             "python": platform.python_version(),
-            **{name: installed(name) for name in _PACKAGES},
+            **{name: installed_versions(name) for name in _PACKAGES},
         },
-        gpus=tuple(Gpu(gpu.name, gpu.total_memory, (gpu.major, gpu.minor)) for gpu in devices),
+        gpus=tuple(LocalGpu(gpu.name, gpu.total_memory, (gpu.major, gpu.minor)) for gpu in devices),
         built_for=tuple(torch.cuda.get_arch_list()),
         patches=patches,
         members=member_states(),
@@ -261,7 +265,7 @@ def _read_machine() -> Machine:
 # --- Output. ---
 
 
-def print_report(report: Report, *, verbose: bool) -> None:
+def print_report(report: DoctorReport, *, verbose: bool) -> None:
     """Prints a report to standard output, problems first."""
     from composer_fsdp2.tools.doctor import report_lines
 
@@ -271,7 +275,7 @@ def print_report(report: Report, *, verbose: bool) -> None:
         typer.echo(text if plain else typer.style(text, fg=colour))
 
 
-def _print_json(report: Report, error: str | None = None) -> None:
+def _print_json(report: DoctorReport, error: str | None = None) -> None:
     from composer_fsdp2.tools.doctor import backend_of, mesh_of
 
     machine, run = report.machine, report.run

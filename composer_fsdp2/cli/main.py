@@ -18,7 +18,7 @@ from rich.markup import escape
 from composer_fsdp2 import __version__
 from composer_fsdp2.cli import checkpoint, launch
 from composer_fsdp2.cli.console import EXIT_CODES, ExitCode, reported, say
-from composer_fsdp2.cli.doctor import diagnose, doctor, installed, print_report
+from composer_fsdp2.cli.doctor import diagnose, doctor, installed_versions, print_report
 from composer_fsdp2.cli.init import init, quickstart
 from composer_fsdp2.cli.migrate import migrate
 from composer_fsdp2.cli.options import Processes
@@ -78,7 +78,7 @@ def main() -> None:
 def show_versions(wanted: bool) -> None:
     """Prints one line a package, read without importing it, and ends the command, if `wanted`."""
     if wanted:
-        beside = {name: installed(name) for name in ("torch", "mosaicml", "llm-foundry")}
+        beside = {name: installed_versions(name) for name in ("torch", "mosaicml", "llm-foundry")}
         for name, version in {"composer-fsdp2": __version__, **beside}.items():
             if version:
                 typer.echo(f"{name} {version}")

@@ -22,7 +22,7 @@ from composer_fsdp2.foundry import run_file
 from composer_fsdp2.foundry.transform import requests_fsdp2
 
 if TYPE_CHECKING:
-    from composer_fsdp2.tools.parity import Comparison, Job, Step
+    from composer_fsdp2.tools.parity import Job, RunComparison, Step
 
 __all__ = ["parity"]
 
@@ -63,7 +63,7 @@ def parity(
 
     The exit code is 0 within the tolerance, 1 beyond it or when a run fails, 2 for a mistake.
     """
-    from composer_fsdp2.tools.parity import Comparison, tolerance_for
+    from composer_fsdp2.tools.parity import RunComparison, tolerance_for
 
     with reported():
         jobs, notes, ranks = _prepare(
@@ -89,7 +89,7 @@ def parity(
             say(f"[yellow]{escape(note)}[/]")
         first, second = (_train(job, folder / job.name, ranks, steps) for job in jobs)
         _check_steps(first, second, steps)
-        comparison = Comparison(first, second, limit)
+        comparison = RunComparison(first, second, limit)
         written = _write(comparison, folder, jobs)
         if as_json:
             document = {**comparison.as_dict(), "notes": notes, "files": written}
@@ -216,7 +216,7 @@ def _check_steps(old: tuple[Step, ...], new: tuple[Step, ...], steps: int) -> No
         )
 
 
-def _write(comparison: Comparison, folder: Path, jobs: Sequence[Job]) -> dict[str, str]:
+def _write(comparison: RunComparison, folder: Path, jobs: Sequence[Job]) -> dict[str, str]:
     """Writes the files; returns their names by kind."""
     from composer_fsdp2.tools.pictures import comparison_picture, write_figure
 

@@ -89,12 +89,12 @@ def plan(
     """
     from composer_fsdp2.estimate.clock import GPUS, gpu_named
     from composer_fsdp2.estimate.report import comparison_lines, fits
-    from composer_fsdp2.tools.pictures import check_destination
+    from composer_fsdp2.tools.pictures import check_picture_path
 
     with reported():
         _check_outputs(compare=compare, search=search or write, json=as_json, plot=plot)
         if plot is not None:
-            check_destination(plot)
+            check_picture_path(plot)
         known = None if gpu is None else gpu_named(gpu)
         memory = gpu_memory or (known and known.memory_gib)
         cfg = _read(run, overrides or [])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.torch_private.fake import group_named
+from composer_fsdp2.torch_private.fake import fake_group_named
 from composer_fsdp2.torch_private.tensors import tree_leaves
 
 __all__ = ["Axis", "CollectiveCounter", "Key"]
@@ -95,7 +95,7 @@ class CollectiveCounter:
         """Returns the axis of a group, which an operator is given by name or in a box."""
         group: Any = given
         if isinstance(given, str):
-            group = group_named(given)
+            group = fake_group_named(given)
         elif not isinstance(given, dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(given)
         ranks = dist.get_process_group_ranks(group)

@@ -14,7 +14,7 @@ from torch import nn
 
 from composer_fsdp2.estimate.collectives import CollectiveCounter, Key
 from composer_fsdp2.optim.state import kept_storages, storages_of
-from composer_fsdp2.parallel.held import is_elsewhere
+from composer_fsdp2.parallel.held import is_remote
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake
@@ -211,7 +211,7 @@ class _State:
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
-        self._params = [param for param in run.model.parameters() if not is_elsewhere(param)]
+        self._params = [param for param in run.model.parameters() if not is_remote(param)]
         self._optimizer, self._watch = optimizer, watch
         for storage in storages_of(run.model.buffers()):
             watch.note(storage, "buffers")

@@ -25,8 +25,8 @@ __all__ = [
     "NAME",
     "check_eval_keys",
     "refuse_unknown",
-    "unknown_keys",
     "unknown_parts",
+    "unknown_run_keys",
     "wrong_kinds",
 ]
 
@@ -78,7 +78,7 @@ def refuse_unknown(cfg: dict[str, Any]) -> dict[str, Any]:
     from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
 
     if list(config_transforms.get_all())[-1] == NAME:
-        raise_errors([*unknown_keys(cfg, TRAIN_CONFIG_KEYS), *unknown_parts(cfg)])
+        raise_errors([*unknown_run_keys(cfg, TRAIN_CONFIG_KEYS), *unknown_parts(cfg)])
     return cfg
 
 
@@ -91,10 +91,10 @@ def check_eval_keys(cfg: Mapping[Any, Any]) -> None:
     from llmfoundry.utils.config_utils import EVAL_CONFIG_KEYS
 
     known = (*EVAL_CONFIG_KEYS, *_UNDER_MODELS)
-    raise_errors([*unknown_keys(cfg, known, "evaluation")])
+    raise_errors([*unknown_run_keys(cfg, known, "evaluation")])
 
 
-def unknown_keys(
+def unknown_run_keys(
     cfg: Mapping[Any, Any], known: Iterable[str], work: str = "training"
 ) -> Iterator[str]:
     """Yields sentences about the top-level keys that neither LLM Foundry nor this package reads."""

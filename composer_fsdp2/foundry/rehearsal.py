@@ -64,7 +64,7 @@ from composer_fsdp2.foundry.findings import Findings, findings_of
 from composer_fsdp2.foundry.names import NAME, refuse_unknown, wrong_kinds
 from composer_fsdp2.foundry.offline_model import fuse_attention, offline_config, without_flash
 from composer_fsdp2.foundry.registered import register, register_names
-from composer_fsdp2.parallel.division import Division, GroupSizes
+from composer_fsdp2.parallel.parallelism import GroupSizes, Parallelism
 from composer_fsdp2.patches import engine
 from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -130,8 +130,8 @@ def rehearse(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> R
         plan_only: builds what the plan depends on, without data and tokenizer: [Note: plan only].
     """
     found = Rehearsal()
-    # With no rows of its own, `installed` takes back the rows that the config transform installs.
-    with save_registry(), engine.installed(()):
+    # With no rows of its own, this takes back the rows that the config transform installs.
+    with save_registry(), engine.rows_installed(()):
         register()
         with found.step("code_paths", f"Correct the file or its path, read from {os.getcwd()}."):
             paths = cfg.get("code_paths")
@@ -546,7 +546,7 @@ def _plan(
             transformations=TRANSFORMATIONS,
         )
         for planned in plan.transformations:
-            if isinstance(planned.step, Division) and found.sizes is None:
+            if isinstance(planned.step, Parallelism) and found.sizes is None:
                 found.sizes = planned.step.sizes(plan.tree, planned.plan, plan.units, plan.shape)
         found.units = plan.units
         if given["optimizers"] is not None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from composer_fsdp2.parallel.held import held_by, is_elsewhere
+from composer_fsdp2.parallel.held import held_by, is_remote
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     layouts_of,
@@ -236,7 +236,7 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
     """
     held: list[tuple[torch.Tensor, Groups]] = []
     for param in params:
-        if is_elsewhere(param):
+        if is_remote(param):
             continue
         groups = groups_of(param, rows=True)
         # The other ranks may have a gradient where this one has none.

@@ -14,7 +14,7 @@ import torch
 __all__ = ["exchange_tensor"]
 
 
-class _Exchange(torch.autograd.Function):
+class _ThereAndBack(torch.autograd.Function):
     """Calls one function in forward, and another one in backward."""
 
     @staticmethod
@@ -39,5 +39,5 @@ def exchange_tensor(
         there: the exchange; the graph keeps what it holds.
         back: returns the gradient of `given`, from that of the result.
     """
-    found: Any = _Exchange.apply(given, there, back)
+    found: Any = _ThereAndBack.apply(given, there, back)
     return found

@@ -1,6 +1,6 @@
 """Which ranks hold a parameter, of a layer whose parts ranks hold between them, such as experts.
 
-[Note: held elsewhere] Every rank keeps a parameter for each part of the layer, under its name and
+[Note: remote experts] Every rank keeps a parameter for each part of the layer, under its name and
 with its shape. One that other ranks hold is a DTensor on a mesh without this rank, with nothing in
 it: torch's optimizers, checkpoints and counts of parameters see the same names on every rank.
 
@@ -27,11 +27,11 @@ from composer_fsdp2.parallel.row_order import part_of
 
 __all__ = [
     "LAYER",
+    "ExpertMesh",
     "Held",
     "HeldLayer",
-    "Holders",
     "held_by",
-    "is_elsewhere",
+    "is_remote",
     "layer_of",
     "shard_of",
 ]
@@ -43,18 +43,18 @@ LAYER = "_fsdp2_held_layer"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holders:
+class ExpertMesh:
     """The ranks of a run, as a layer sees them that ranks hold between them."""
 
     shards: DeviceMesh
     """the ranks that FSDP2 shards the same parts over, with the copies of HSDP around them"""
     group: dist.ProcessGroup
     """the ranks that hold all parts of a layer between them, next to each other"""
-    usual: DeviceMesh
+    data_parallel: DeviceMesh
     """the ranks that share one copy of the model, with the copies of HSDP around them"""
     tensor: DeviceMesh | None
     """the ranks that have the same tokens, because they divide the layers around this one"""
-    elsewhere: DeviceMesh
+    remote: DeviceMesh
     """some rank that is not this one"""
     groups: tuple[dist.ProcessGroup, ...]
     """over which sums over all parts of a layer are taken"""
@@ -79,7 +79,7 @@ class Holders:
 class Held:
     """Which ranks hold a parameter."""
 
-    mesh: Holders
+    mesh: ExpertMesh
     place: int
     """number of its holder in each group of ranks that hold all parts"""
     dim: int | None = None
@@ -121,7 +121,7 @@ class Held:
         found = [part for part in slices if part is not None]
         return torch.cat(found) if len(found) == len(slices) else None
 
-    def to_usual(self, value: torch.Tensor) -> DTensor:
+    def to_checkpoint_form(self, value: torch.Tensor) -> DTensor:
         """Returns a tensor as FSDP2 alone would shard it.
 
         Collective: yes, over the ranks that share one copy of the model.
@@ -129,12 +129,12 @@ class Held:
         Args:
             value: as a rank holds it, divided as the parameter is.
         """
-        whole, usual = self.whole(value), self.mesh.usual
+        whole, data_parallel = self.whole(value), self.mesh.data_parallel
         assert whole is not None
-        return part_of(whole, usual, [*[Replicate()] * (usual.ndim - 1), Shard(0)])
+        return part_of(whole, data_parallel, [*[Replicate()] * (data_parallel.ndim - 1), Shard(0)])
 
-    def from_usual(self, value: torch.Tensor, like: Any) -> torch.Tensor:
-        """Returns a tensor as this rank holds it: the reverse of `to_usual`.
+    def from_checkpoint_form(self, value: torch.Tensor, like: Any) -> torch.Tensor:
+        """Returns a tensor as this rank holds it: the reverse of `to_checkpoint_form`.
 
         Collective: yes, over the ranks that share one copy of the model, for a DTensor.
 
@@ -151,7 +151,7 @@ class Held:
 class HeldLayer:
     """A layer whose parts ranks hold between them, as other rooms ask it."""
 
-    mesh: Holders
+    mesh: ExpertMesh
     """the ranks that hold them"""
     count: int
     """of all parts"""
@@ -173,7 +173,9 @@ class HeldLayer:
 
         Of all forwards since the last call, what is computed again left out. Collective: no.
         """
-        empty = torch.zeros(self.count, dtype=torch.int64, device=self.mesh.usual.device_type)
+        empty = torch.zeros(
+            self.count, dtype=torch.int64, device=self.mesh.data_parallel.device_type
+        )
         load, self._load = empty + self._load, 0
         return load
 
@@ -194,13 +196,13 @@ def shard_of(param: nn.Parameter) -> Shard | None:
     return None if held is None or held.dim is None else Shard(held.dim)
 
 
-def is_elsewhere(param: object) -> bool:
-    """Whether other ranks hold a parameter; see [Note: held elsewhere]."""
+def is_remote(param: object) -> bool:
+    """Whether other ranks hold a parameter; see [Note: remote experts]."""
     held = held_by(param)
     return held is not None and held.place != held.mesh.place
 
 
-def _sent(mesh: Holders, place: int, value: torch.Tensor | None) -> torch.Tensor | None:
+def _sent(mesh: ExpertMesh, place: int, value: torch.Tensor | None) -> torch.Tensor | None:
     """Returns on every rank the whole of what those of one place have. Collective: yes."""
     group = mesh.group
     sharded: Any = value if place == mesh.place else None
@@ -212,7 +214,7 @@ def _sent(mesh: Holders, place: int, value: torch.Tensor | None) -> torch.Tensor
         return None
     if whole is None:
         shape, dtype = facts[0]
-        whole = torch.empty(shape, dtype=dtype, device=mesh.usual.device_type)
+        whole = torch.empty(shape, dtype=dtype, device=mesh.data_parallel.device_type)
     whole = whole.clone(memory_format=torch.contiguous_format)
     dist.broadcast(whole, src=source, group=group)
     return whole

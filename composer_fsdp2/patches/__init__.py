@@ -74,7 +74,7 @@ def install() -> None:
         >>> composer_fsdp2.uninstall()
     """
     engine.check_versions(NEEDS)
-    engine.install(PATCHES)
+    engine.install_rows(PATCHES)
 
 
 def install_for_models() -> None:
@@ -83,7 +83,9 @@ def install_for_models() -> None:
     Of packages that are loaded, as they are where a model comes from one of them. Collective: no.
     """
     packages = {"transformers", "peft"}.intersection(sys.modules)
-    engine.install([row for row in HUGGINGFACE_ROWS if row.target.partition(".")[0] in packages])
+    engine.install_rows(
+        [row for row in HUGGINGFACE_ROWS if row.target.partition(".")[0] in packages]
+    )
 
 
 def uninstall() -> None:
@@ -96,7 +98,7 @@ def uninstall() -> None:
         >>> import composer_fsdp2
         >>> composer_fsdp2.uninstall()
     """
-    engine.uninstall()
+    engine.uninstall_rows()
     stop_guarding()
 
 
@@ -109,7 +111,7 @@ def installed() -> AbstractContextManager[None]:
         A context manager that yields nothing.
 
     Raises:
-        PatchError: as `install`, when the function is called or the block begins.
+        PatchError: as `install_rows`, when the function is called or the block begins.
 
     Example:
         >>> import composer_fsdp2
@@ -117,7 +119,7 @@ def installed() -> AbstractContextManager[None]:
         ...     pass  # build and run a Trainer
     """
     engine.check_versions(NEEDS)
-    return engine.installed(PATCHES)
+    return engine.rows_installed(PATCHES)
 
 
 def patch_states() -> tuple[PatchState, ...]:

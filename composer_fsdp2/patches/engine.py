@@ -35,10 +35,10 @@ __all__ = [
     "check_features",
     "check_versions",
     "describe_patches",
-    "install",
-    "installed",
+    "install_rows",
+    "rows_installed",
     "states",
-    "uninstall",
+    "uninstall_rows",
 ]
 
 _DISTRIBUTIONS = {"composer": "mosaicml", "llmfoundry": "llm-foundry"}
@@ -124,7 +124,7 @@ def asked_by_class(*names: str, when: Callable[[Any], bool] = lambda _: True) ->
 # --- Installing. ---
 
 
-def install(rows: Sequence[PatchPoint]) -> None:
+def install_rows(rows: Sequence[PatchPoint]) -> None:
     """Replaces every target; see [Note: what an unknown source does].
 
     Calling it again does nothing, or what has become possible since: rows of LLM Foundry wait until
@@ -191,7 +191,7 @@ def _is_wanted(row: PatchPoint) -> bool:
             return True
 
 
-def uninstall() -> None:
+def uninstall_rows() -> None:
     """Puts every original back. Without `install()` before it, it does nothing."""
     _restore(set(_originals))
     _off.clear()
@@ -204,10 +204,10 @@ def _restore(targets: Set[str]) -> None:
 
 
 @contextlib.contextmanager
-def installed(rows: Sequence[PatchPoint]) -> Generator[None]:
+def rows_installed(rows: Sequence[PatchPoint]) -> Generator[None]:
     """Installs for the duration of a block, and leaves things as they were."""
     before, off = set(_originals), set(_off)
-    install(rows)
+    install_rows(rows)
     try:
         yield
     finally:
@@ -345,7 +345,7 @@ class PatchState:
     why: str
     upstream: str
     versions: str
-    state: Literal["installed", "fits", "does not fit", "switched off"]
+    state: Literal["rows_installed", "fits", "does not fit", "switched off"]
     """`does not fit` is core's, and stops the installation"""
     problem: str | None = None
     """why it cannot be installed"""
@@ -363,7 +363,7 @@ def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:
     found: list[PatchState] = []
     for row in present:
         problem = problems.get(row.target) or off.get(row.feature)
-        state: Any = "installed" if row.target in _originals else "fits"
+        state: Any = "rows_installed" if row.target in _originals else "fits"
         if problem is not None:
             state = "does not fit" if row.feature is CORE else "switched off"
         found.append(
@@ -385,7 +385,7 @@ def describe_patches(found: Sequence[PatchState]) -> str:
     lines: list[str] = []
     for row in found:
         shown = {
-            "installed": "installed",
+            "rows_installed": "rows_installed",
             "fits": "fits, not installed",
             "does not fit": f"cannot be installed: {row.problem}",
             "switched off": f"switched off with {row.feature}: {row.problem}",

@@ -134,7 +134,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_PACKAGE}.callbacks.resumption_callbacks:LayerFreezing.fit_start",
-        replacement="trainer.extensions.callbacks:freeze_layers",
+        replacement="trainer.extensions.callbacks:freeze_named_parameters",
         feature=_FREEZING,
         why="does not find a parameter by its plain name under activation checkpointing",
         upstream=f"{_UPSTREAM}/callbacks/resumption_callbacks.py#L74",

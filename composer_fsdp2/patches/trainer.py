@@ -82,7 +82,7 @@ def _gets_state_of_fsdp2(*args: Any, **kwargs: Any) -> bool:
 TRAINER_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_TRAINER}:Trainer._parse_parallelism_config",
-        replacement="trainer.start:read_settings",
+        replacement="trainer.start:settle_parallelism",
         feature=CORE,
         why="reads only the keys fsdp and tp, so that fsdp2 and a misspelt key become plain DDP",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L3750",
@@ -98,7 +98,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer.__init__",
-        replacement="trainer.start:init",
+        replacement="trainer.start:init_trainer",
         feature=CORE,
         why="refuses `device_train_microbatch_size: auto` and tells nobody of autoresume",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L1003",
@@ -106,7 +106,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_TRAINER}:Trainer.fit",
-        replacement="trainer.start:fit",
+        replacement="trainer.start:fit_trainer",
         feature=CORE,
         why="asks for an argument of its own where autoresume finds that a run is complete",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L1933",

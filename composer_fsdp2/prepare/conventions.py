@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from composer_fsdp2.config.fsdp1 import convert_fsdp1_unit
 from composer_fsdp2.config.wrapping import WrapPolicy, parse_unit_settings
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.division import BatchGroup
+from composer_fsdp2.parallel.parallelism import BatchGroup
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, has_forward
 from composer_fsdp2.plan.rules import (

@@ -14,7 +14,7 @@ from composer.utils import dist
 
 from composer_fsdp2.config.schema import FORECAST
 from composer_fsdp2.optim.state import kept_storages
-from composer_fsdp2.parallel.held import is_elsewhere
+from composer_fsdp2.parallel.held import is_remote
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.text import size_text
 from composer_fsdp2.torch_private.units import (
@@ -26,7 +26,7 @@ from composer_fsdp2.torch_private.units import (
     shards_of,
 )
 
-__all__ = ["MONITOR", "Comparison", "Traffic", "show"]
+__all__ = ["MONITOR", "StepComparison", "Traffic", "show"]
 
 MONITOR = "fsdp2_monitor"
 """the monitor in LLM Foundry's registry of callbacks"""
@@ -89,7 +89,7 @@ _ROWS = {
 }
 
 
-class Comparison(Traffic):
+class StepComparison(Traffic):
     """Shows the second step as predicted and as measured.
 
     It is the first that a forecast describes: the optimizer has its state, units are prefetched,
@@ -105,7 +105,7 @@ class Comparison(Traffic):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._predicted = json.loads(os.environ.pop(FORECAST))  # of this model alone
-        self._params = [param for param in run.model.parameters() if not is_elsewhere(param)]
+        self._params = [param for param in run.model.parameters() if not is_remote(param)]
         self._earlier_peak = self._peak()
         self._steps, self._is_in_step = 0, False
 

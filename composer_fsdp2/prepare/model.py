@@ -39,8 +39,8 @@ from composer_fsdp2.guards.watchdog import is_broken
 from composer_fsdp2.optim.elementwise import LaterOptimizers, apply_local_step
 from composer_fsdp2.optim.lion_state import LionAverages
 from composer_fsdp2.optim.local import MatrixOptimizer
-from composer_fsdp2.parallel.division import BatchGroup, Divided, RankGroup
 from composer_fsdp2.parallel.expert.transformation import ExpertParallel
+from composer_fsdp2.parallel.parallelism import AppliedParallelism, BatchGroup, SameBatchGroup
 from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.patches import install_for_models
@@ -48,7 +48,7 @@ from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.prepare.conventions import count_flops_once
 from composer_fsdp2.prepare.measured_step import MONITOR as MONITOR
-from composer_fsdp2.prepare.measured_step import Comparison, show
+from composer_fsdp2.prepare.measured_step import StepComparison, show
 from composer_fsdp2.prepare.plan import PreparePlan
 from composer_fsdp2.prepare.settings import resolve_settings
 from composer_fsdp2.ranks import raise_on_all_ranks
@@ -65,7 +65,7 @@ from composer_fsdp2.shard.unit_hooks import force_backward_through
 from composer_fsdp2.shard.units import collector_paused
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.listeners import (
-    Divisions,
+    ParallelForwards,
     SecondBackward,
     StaleGathers,
     UnannouncedMicrobatches,
@@ -93,7 +93,7 @@ TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
 STEP: tuple[type[StepListener], ...] = (
     # The numbers depend on these.
     SecondBackward,  # first: gradients that wait are neither filled in nor reduced
-    Divisions,
+    ParallelForwards,
     StaleGathers,
     UnannouncedMicrobatches,
     Prefetch,
@@ -107,7 +107,7 @@ STEP: tuple[type[StepListener], ...] = (
     UnusedHead,
     AddedParameters,
     ExplainErrors,
-    Comparison,
+    StepComparison,
 )
 """what happens in a step of a prepared model, beside what torch does"""
 
@@ -265,7 +265,7 @@ def apply_to_model(
     tree, plan.tree = plan.tree, ModuleTree()
     mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
     changed = [planned.step.apply_on(tree, planned.plan, mesh) for planned in plan.transformations]
-    divisions: list[Divided] = [found for found in changed if found is not None]
+    parallelisms: list[AppliedParallelism] = [found for found in changed if found is not None]
     if any(planned.step.exchanges_modules for planned in plan.transformations):
         tree = ModuleTree.read(model)
     offload = settings.cpu_offload
@@ -282,8 +282,8 @@ def apply_to_model(
         offload=(CPUOffload() if offload is True else offload) or None,
         tree=tree,
     )
-    for division in divisions:
-        division.connect(model)
+    for parallelism in parallelisms:
+        parallelism.connect(model)
     for planned in plan.transformations:
         planned.step.after_sharding(tree, planned.plan, units)
     _cast_buffers(tree, plan)
@@ -291,9 +291,9 @@ def apply_to_model(
     apply_communication(tops, units.values(), settings.communication)
     for one in detached:
         reattach_optimizer(one)
-        for division in divisions:
-            division.connect_optimizer(one.optimizer)
-    run = start_run(tree, plan, units, divisions)
+        for parallelism in parallelisms:
+            parallelism.connect_optimizer(one.optimizer)
+    run = start_run(tree, plan, units, parallelisms)
     count_flops_once(model, run.batch_group)
     for optimizer in plan.optimizers:
         apply_local_step(optimizer, settings.local_step, run.device, settings.optimizer_state)
@@ -312,7 +312,7 @@ def start_run(
     tree: ModuleTree,
     plan: PreparePlan,
     units: dict[str, FSDPModule],
-    divisions: Sequence[Divided],
+    parallelisms: Sequence[AppliedParallelism],
 ) -> Run:
     """Begins to call the listeners of `STEP`. Collective: yes."""
     device = torch.empty(0, device=plan.device_type).device  # with its index
@@ -324,7 +324,7 @@ def start_run(
     names = [unit.module for unit in plan.units.units]
     inside = [name for name in names if name not in around and name.startswith(beside)]
     force_backward_through(units[name] for name in inside)
-    same_batch = tuple(found for found in divisions if isinstance(found, RankGroup))
+    same_batch = tuple(found for found in parallelisms if isinstance(found, SameBatchGroup))
     run = Run(
         model=tree.root,
         tree=tree,
@@ -333,7 +333,7 @@ def start_run(
         settings=plan.settings,
         device=device,
         optimizers=plan.optimizers,
-        divisions=divisions,
+        parallelisms=parallelisms,
         batch_group=BatchGroup(same_batch) if same_batch else None,
         units=units,
         conditional=_with_unused(plan.units, plan.conditional),

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.held import held_by, is_elsewhere
+from composer_fsdp2.parallel.held import held_by, is_remote
 from composer_fsdp2.parallel.row_order import whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
@@ -290,7 +290,7 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
         if param in optimizer.state:
             continue
         found = {key: _shard_state(value, shape, param) for key, value in state.items()}
-        if not is_elsewhere(param):
+        if not is_remote(param):
             optimizer.state[param] = found
 
 
@@ -308,7 +308,7 @@ def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any
 
 def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a whole tensor, divided like another one. Collective: no."""
-    if not isinstance(like, DTensor) or is_elsewhere(like):
+    if not isinstance(like, DTensor) or is_remote(like):
         return full.to(like.device)
     if (held := held_by(like)) is not None:
         full = held.own(full)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.held import held_by, is_elsewhere
+from composer_fsdp2.parallel.held import held_by, is_remote
 from composer_fsdp2.parallel.row_order import order_of, shape_in_model, without_order
 from composer_fsdp2.plan.module_tree import own_parameters
 from composer_fsdp2.shard.layout import Place
@@ -304,7 +304,7 @@ class _Whole:
         """Gives the shard the values of the whole tensor while a forward runs."""
         assert self.full is not None
         # In place: FSDP2 gathers padded memory of its own, of which the local tensor is a view.
-        if is_elsewhere(self.shard):
+        if is_remote(self.shard):
             return
         local, part = local_part(self.shard), local_part(shard_like(self.full, self.shard))
         if not torch.equal(local, part):
@@ -320,7 +320,7 @@ class _Whole:
     def write(self, with_grads: bool) -> None:
         """Copies this rank's part of the whole tensor to the shard. Collective: no."""
         assert self.full is not None
-        if is_elsewhere(self.shard):
+        if is_remote(self.shard):
             return
         local_part(self.shard).copy_(local_part(shard_like(self.full, self.shard)))
         if with_grads:

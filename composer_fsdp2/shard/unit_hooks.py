@@ -68,7 +68,7 @@ from composer_fsdp2.torch_private.units import (
 
 __all__ = [
     "AverageOverReplicas",
-    "Division",
+    "AveragingFactor",
     "InputCast",
     "MakeHook",
     "UnitHooks",
@@ -219,7 +219,7 @@ class UnitHooks:
         return self._exchange(self._cast, args, kwargs)
 
     def _exchange(self, other: Callable[[Any], Any], args: Any, kwargs: Any) -> Inputs:
-        exchange = _Exchange(other)
+        exchange = _ContainerExchange(other)
         inputs = tuple(map(exchange, args)), {key: exchange(item) for key, item in kwargs.items()}
         if exchange.pairs:
             call = self._calls[-1] = self._calls[-1] or _Call([])
@@ -359,8 +359,8 @@ class _Call:
 
     def __init__(self, given: list[Any]) -> None:
         self._given = given
-        self.exchanges: list[_Exchange] = []
-        walk = _Exchange(_same)
+        self.exchanges: list[_ContainerExchange] = []
+        walk = _ContainerExchange(_same)
         if torch.is_grad_enabled():
             walk(given)
         self._before, self.containers = walk.tensors, walk.containers
@@ -387,7 +387,7 @@ class _Call:
         return [tensor for tensor in _tensors_in(self._given) if id(tensor) not in self._before]
 
 
-class _Exchange:
+class _ContainerExchange:
     """Puts other tensors into containers, which stay the same objects, until they are given back.
 
     Immutable ones are made anew. Knows tuples, lists, dicts, deques and dataclasses.
@@ -443,7 +443,7 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    walk = _Exchange(_same)
+    walk = _ContainerExchange(_same)
     walk(value)
     return list(walk.tensors.values())
 
@@ -500,7 +500,7 @@ class _Anchored(torch.autograd.Function):
 # --- Reductions. ---
 
 
-class Division:
+class AveragingFactor:
     """Makes a sum over the shards an average, in place.
 
     Args:
@@ -544,7 +544,7 @@ def leave_division_to_torch(hook: object) -> None:
             model go on: FSDP2 knows the shards of one copy alone there.
     """
     before = hook.before if isinstance(hook, AverageOverReplicas) else hook
-    if isinstance(before, Division):
+    if isinstance(before, AveragingFactor):
         before.size = 1
 
 
@@ -616,7 +616,7 @@ def probe_reduction(mesh: DeviceMesh, sources: int = 1) -> tuple[DeviceMesh, Mak
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
     sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
     size = shard_group.size() if sums else 1
-    divide = Division(size, sources) if sums or sources > 1 else None
+    divide = AveragingFactor(size, sources) if sums or sources > 1 else None
     if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
         return mesh, lambda: divide
     # Torch 2.7 cuts axes out of a whole mesh alone.

@@ -149,10 +149,10 @@ def _members(world: dist.ProcessGroup) -> list[list[int]]:
     # With a default group that is bound to a device, torch 2.7 has NCCL split for each group that
     # a rank is not in, a gloo group too, and waits for ever.
     is_bound = world.bound_device_id is not None
-    return [list(range(world.size()))] if is_bound else rows_and_columns(world.size())
+    return [list(range(world.size()))] if is_bound else rank_rows_and_columns(world.size())
 
 
-def rows_and_columns(count: int) -> list[list[int]]:
+def rank_rows_and_columns(count: int) -> list[list[int]]:
     """Returns the ranks of each row, then of each column; see [Note: rows of ranks].
 
     Args:
@@ -168,4 +168,4 @@ def rows_and_columns(count: int) -> list[list[int]]:
 
 def neighbours(count: int) -> int:
     """How many ranks each of `count` ranks is connected with in its row and its column."""
-    return sum(len(group) - 1 for group in rows_and_columns(count) if 0 in group)
+    return sum(len(group) - 1 for group in rank_rows_and_columns(count) if 0 in group)

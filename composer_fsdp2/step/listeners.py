@@ -32,7 +32,7 @@ from composer_fsdp2.torch_private.units import (
     sharded_param,
 )
 
-__all__ = ["Divisions", "SecondBackward", "StaleGathers", "UnannouncedMicrobatches"]
+__all__ = ["ParallelForwards", "SecondBackward", "StaleGathers", "UnannouncedMicrobatches"]
 
 
 class SecondBackward(StepListener):
@@ -168,21 +168,21 @@ class StaleGathers(StepListener):
                     )
 
 
-# --- Tells the divisions of a model between ranks that a forward begins. ---
+# --- Tells the parallelisms of a model between ranks that a forward begins. ---
 
 
-class Divisions(StepListener):
-    """Lets ranks that compute one batch compare it, and draw alike; see `parallel.division`."""
+class ParallelForwards(StepListener):
+    """Lets ranks that compute one batch compare it, and draw alike; see `parallel.parallelism`."""
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
         """Where a model is divided."""
-        return bool(run.divisions)
+        return bool(run.parallelisms)
 
     def begin_forward(self) -> None:
-        """Collective: as `Divided.before_forward`."""
-        for division in self.run.divisions:
-            division.before_forward(self.run.model, self.run.inputs)
+        """Collective: as `AppliedParallelism.before_forward`."""
+        for parallelism in self.run.parallelisms:
+            parallelism.before_forward(self.run.model, self.run.inputs)
 
 
 # --- Warns of a loop that does not say which microbatch is the last of its batch. ---

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_fsdp2.config.schema import FSDP2Config
-from composer_fsdp2.parallel.division import BatchGroup, Divided
+from composer_fsdp2.parallel.parallelism import AppliedParallelism, BatchGroup
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -146,7 +146,7 @@ class Run:
     """by name, children before parents"""
     conditional: Sequence[str] = ()
     """names of units with experts or a tower, in which ranks often use different parameters"""
-    divisions: Sequence[Divided] = ()
+    parallelisms: Sequence[AppliedParallelism] = ()
     batch_group: BatchGroup | None = None
     """the ranks that read one batch; `None` where each reads its own"""
     inputs: tuple[Any, ...] = ()

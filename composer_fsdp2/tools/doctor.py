@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEYS",
-    "Gpu",
+    "LocalGpu",
     "Machine",
-    "Run",
+    "RunFacts",
     "backend_of",
     "describe_run",
     "examine",
@@ -54,7 +54,7 @@ _SHARD, _REPLICATE = "data_parallel_shard", "data_parallel_replicate"
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class LocalGpu:
     """One GPU of this machine."""
 
     name: str
@@ -69,7 +69,7 @@ class Machine:
 
     versions: Mapping[str, str | None]
     """of packages; `None` is not installed"""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[LocalGpu, ...] = ()
     patches: tuple[PatchState, ...] = ()
     members: tuple[MemberState, ...] = ()
     """private ones of torch"""
@@ -85,7 +85,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunFacts:
     """Settings of a training YAML, and where it would run."""
 
     path: str = "OLD.yaml"
@@ -114,7 +114,7 @@ class Run:
         return self.others.get(key, _DEFAULTS.get(key))
 
 
-def mesh_of(run: Run) -> MeshShape | None:
+def mesh_of(run: RunFacts) -> MeshShape | None:
     """Returns the mesh of a run under FSDP2; `None` where its degrees do not fit the ranks."""
     if run.settings is None:
         return None
@@ -124,7 +124,7 @@ def mesh_of(run: Run) -> MeshShape | None:
         return None
 
 
-def memory_findings(found: Forecast, gpu: Gpu) -> Iterator[Finding]:
+def memory_findings(found: Forecast, gpu: LocalGpu) -> Iterator[Finding]:
     """Yields a finding where a step is predicted to need more than the memory of a GPU.
 
     Args:
@@ -149,7 +149,9 @@ def memory_findings(found: Forecast, gpu: Gpu) -> Iterator[Finding]:
         )
 
 
-def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()) -> list[Finding]:
+def examine(
+    machine: Machine, run: RunFacts | None, rehearsed: Iterable[Finding] = ()
+) -> list[Finding]:
     """Returns all findings, problems first.
 
     Args:
@@ -261,7 +263,7 @@ def _architectures(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _environment(machine: Machine, run: Run | None) -> Iterator[Finding]:
+def _environment(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
     """Yields what a run inherits from the shell."""
     switched = machine.environment.get("FSDP_VERSION") == "2"
     return _warnings(
@@ -287,7 +289,7 @@ def _environment(machine: Machine, run: Run | None) -> Iterator[Finding]:
     )
 
 
-def _network(machine: Machine, run: Run | None) -> Iterator[Finding]:
+def _network(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
     """Yields findings about interfaces and open files that keep ranks from connecting."""
     here = machine.interfaces
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -325,7 +327,7 @@ def _network(machine: Machine, run: Run | None) -> Iterator[Finding]:
 # --- What the run asks for, and how FSDP2 would shard it. ---
 
 
-def _asked(run: Run) -> Iterator[Finding]:
+def _asked(run: RunFacts) -> Iterator[Finding]:
     # On one rank LLM Foundry drops the settings and trains without FSDP1.
     without_gpu = run.asks == "FSDP1" and not run.on_gpus and run.ranks > 1
     if without_gpu:
@@ -364,7 +366,7 @@ def _asked(run: Run) -> Iterator[Finding]:
         )
 
 
-def _mesh(run: Run, settings: FSDP2Config) -> Iterator[Finding]:
+def _mesh(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
     reshard, per_node = settings.reshard_after_forward, run.ranks_per_node
     try:
         shape = MeshShape.resolve(settings, run.ranks)
@@ -416,7 +418,7 @@ def _mesh(run: Run, settings: FSDP2Config) -> Iterator[Finding]:
     )
 
 
-def _memory(run: Run, settings: FSDP2Config) -> Iterator[Finding]:
+def _memory(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
     mixed = run.value("model.init_device") == "mixed" and not run.value("model.pretrained")
     full = settings.state_dict_type == "full"
     return _warnings(
@@ -458,7 +460,7 @@ def backend_of(on_gpus: bool) -> str:
 
 
 def report_lines(
-    machine: Machine, run: Run | None, findings: Sequence[Finding], *, verbose: bool
+    machine: Machine, run: RunFacts | None, findings: Sequence[Finding], *, verbose: bool
 ) -> list[Line]:
     """Returns the report, problems first.
 
@@ -568,7 +570,7 @@ _STATE_DICTS = {
 }
 
 
-def describe_run(run: Run) -> list[tuple[str, str]]:
+def describe_run(run: RunFacts) -> list[tuple[str, str]]:
     """Returns the run in labels and texts; other settings as written, if not their default."""
     nodes = "1 node" if run.nodes == 1 else f"{run.nodes} nodes"
     where = "GPUs" if run.on_gpus else "the CPU (--gpus-per-node N: elsewhere, on GPUs)"

@@ -28,8 +28,8 @@ __all__ = [
     "SHORT",
     "TOLERANCES",
     "WRITERS",
-    "Comparison",
     "Job",
+    "RunComparison",
     "Step",
     "check_room",
     "check_same",
@@ -332,7 +332,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """The same steps of two runs.
 
     Args:

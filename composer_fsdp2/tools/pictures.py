@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.patterns import outer_names
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.tools.parity import QUANTITIES, Comparison
+from composer_fsdp2.tools.parity import QUANTITIES, RunComparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "COLORS",
     "MOST_ROWS",
-    "Row",
-    "check_destination",
+    "PictureRow",
+    "check_picture_path",
     "comparison_picture",
     "elements_text",
     "own_style",
@@ -110,7 +110,7 @@ def own_style() -> Generator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PictureRow:
     """Units that are drawn as one bar."""
 
     label: str
@@ -175,7 +175,9 @@ def plan_picture(
     return figure
 
 
-def _draw_units(figure: Any, plan: WrapPlan, rows: Sequence[Row], notes: str, title: str) -> None:
+def _draw_units(
+    figure: Any, plan: WrapPlan, rows: Sequence[PictureRow], notes: str, title: str
+) -> None:
     from matplotlib.patches import Patch
 
     axes = figure.subplots()
@@ -247,7 +249,7 @@ def _draw_step(figure: Any, step: Forecast) -> None:
     figure.legend(loc="outside lower left", ncols=3)
 
 
-def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[Row]:
+def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[PictureRow]:
     """Returns the rows from the root down.
 
     Units are one row where their names differ in numbers only and their sizes and settings are
@@ -287,12 +289,14 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[Row]:
         if len(groups) <= MOST_ROWS:
             break
 
-    def row(units: Sequence[ShardUnit]) -> Row:
+    def row(units: Sequence[ShardUnit]) -> PictureRow:
         names = [unit.module for unit in units]
         label = _joined(names)
         still = sum(frozen.get(name, 0) for name in names)
         tied = tuple(number for name in names for number in ties.get(name, ()))
-        return Row(label, len(around(units[0])) - 1, kind(units[0]), tuple(units), still, tied)
+        return PictureRow(
+            label, len(around(units[0])) - 1, kind(units[0]), tuple(units), still, tied
+        )
 
     rows = [row(units) for units in groups.values()]
     if len(rows) <= MOST_ROWS:
@@ -301,7 +305,7 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[Row]:
     small = [one for one in rows if one not in largest]
     units = tuple(unit for one in small for unit in one.units)
     still, tied = sum(one.frozen for one in small), tuple(n for one in small for n in one.ties)
-    rest = Row(f"{len(units)} smaller units", 0, "other", units, still, tied)
+    rest = PictureRow(f"{len(units)} smaller units", 0, "other", units, still, tied)
     return [*(one for one in rows if one in largest), rest]
 
 
@@ -320,7 +324,7 @@ def _range_text(column: tuple[int, ...]) -> str:
     return ",".join(map(str, numbers if len(numbers) <= 4 else [first, "...", last]))
 
 
-def _value(row: Row) -> str:
+def _value(row: PictureRow) -> str:
     if not row.total:
         return "no parameters"
     sizes = [unit.numel for unit in row.units]
@@ -349,7 +353,7 @@ def elements_text(count: float) -> str:
 
 
 def comparison_picture(
-    comparison: Comparison,
+    comparison: RunComparison,
     names: tuple[str, str],
     title: str = "",
     quantities: Sequence[str] = tuple(QUANTITIES),
@@ -400,7 +404,7 @@ def comparison_picture(
 # --- Files. ---
 
 
-def check_destination(file: Path, option: str = "--plot") -> None:
+def check_picture_path(file: Path, option: str = "--plot") -> None:
     """Checks that a picture can be written, before anything is planned for it.
 
     Raises:

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["UntraceableError", "Watch", "fake_ranks", "gpu_autocast", "group_named"]
+__all__ = ["UntraceableError", "Watch", "fake_group_named", "fake_ranks", "gpu_autocast"]
 
 _DEVICE: Any = torch.ops.prim.device.default  # pyright: ignore
 _aten: Any = torch.ops.aten
@@ -216,7 +216,7 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def group_named(name: str) -> dist.ProcessGroup:
+def fake_group_named(name: str) -> dist.ProcessGroup:
     """Returns the group that a functional collective names."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 

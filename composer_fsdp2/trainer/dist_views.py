@@ -10,7 +10,7 @@ import torch
 from composer.trainer import trainer as composers
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.parallel.division import BatchGroup
+from composer_fsdp2.parallel.parallelism import BatchGroup
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = ["CountsGroups", "OwnPaths", "ReducedNorms", "SharesAlone", "View", "counting_groups"]

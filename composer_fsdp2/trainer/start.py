@@ -37,9 +37,9 @@ from composer_fsdp2.trainer.override_attribute import override_attribute
 __all__ = [
     "ARGUMENTS",
     "check_arguments",
-    "fit",
-    "init",
-    "read_settings",
+    "fit_trainer",
+    "init_trainer",
+    "settle_parallelism",
     "warn_of_shared_store",
     "wrap_model",
 ]
@@ -51,7 +51,9 @@ _resumed: WeakSet[State] = WeakSet()
 """runs that autoresume has moved to where they stopped, and that have not trained since"""
 
 
-def init(original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+def init_trainer(
+    original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: Any
+) -> None:
     """Replaces `Trainer.__init__`: knows what its arguments say before it is known what they mean.
 
     `device_train_microbatch_size: auto` is taken on a CPU too, where memory does not run out in a
@@ -92,7 +94,7 @@ def init(original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: 
         _resumed.add(trainer.state)
 
 
-def fit(original: Callable[..., None], trainer: Trainer, **kwargs: Any) -> None:
+def fit_trainer(original: Callable[..., None], trainer: Trainer, **kwargs: Any) -> None:
     """Replaces `Trainer.fit`: a run that autoresume finds at its end is complete, and no mistake.
 
     Collective: as the original.
@@ -112,7 +114,9 @@ def fit(original: Callable[..., None], trainer: Trainer, **kwargs: Any) -> None:
         )
 
 
-def read_settings(original: Callable[..., Any], trainer: Trainer, parallelism_config: Any) -> Any:
+def settle_parallelism(
+    original: Callable[..., Any], trainer: Trainer, parallelism_config: Any
+) -> Any:
     """Replaces `Trainer._parse_parallelism_config`. Collective: no.
 
     Raises:

@@ -177,7 +177,7 @@ def test_groups_of_all_ranks_are_made_once(config: dict[str, Any], rows_from: in
     [(1024, 32, 32), (1000, 25, 40), (64, 8, 8), (1016, 8, 127), (37, 1, 0), (16, 1, 0)],
 )
 def test_a_number_passes_few_ranks_one_after_the_other(ranks: int, rows: int, columns: int):
-    made = agreement.rows_and_columns(ranks)
+    made = agreement.rank_rows_and_columns(ranks)
     assert [len(group) for group in made] == [ranks // rows] * rows + [rows] * columns
     for part in (made[:rows], made[rows:]):
         assert sorted(rank for group in part for rank in group) == (

@@ -23,7 +23,7 @@ from composer.optim import LinearScheduler
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 
 from composer_fsdp2 import installed
-from composer_fsdp2.checkpoint.convert import write_sharded
+from composer_fsdp2.checkpoint.convert import convert_to_sharded
 from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.trainer.checkpoint import save
@@ -353,7 +353,7 @@ def no_batch(path: Path) -> None:
         torch.save({"state": {"timestamp": {"Timestamp": {"batch": "ten"}}}}, file)
         if path.is_dir():
             shutil.rmtree(path)
-            write_sharded(open_checkpoint(file), path, 1_000, lambda *_: None)
+            convert_to_sharded(open_checkpoint(file), path, 1_000, lambda *_: None)
             file.unlink()
     dist.barrier()
 

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from composer_fsdp2 import Muon, clip_grad_norm_, full_tensor, install, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.norms import gradient_norm
-from composer_fsdp2.parallel.expert.experts import ExpertLayer, Routing, exchange
+from composer_fsdp2.parallel.expert.experts import ExpertLayer, Routing, send_rows
 from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
-from composer_fsdp2.parallel.held import held_by, is_elsewhere, layer_of
+from composer_fsdp2.parallel.held import held_by, is_remote, layer_of
 from composer_fsdp2.parallel.row_order import group_dividing, part_of
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
@@ -423,7 +423,7 @@ def test_rows_stay_in_the_order_of_ranks_and_tokens():
     pairs = chosen.flatten().tolist()
     assert routing.order.tolist() == sorted(range(2 * tokens), key=pairs.__getitem__)
     rows = torch.stack((torch.full_like(routing.order, rank), routing.order), dim=1)
-    arrived = exchange(rows, routing, group)[routing.by_expert]
+    arrived = send_rows(rows, routing, group)[routing.by_expert]
     for part in arrived.split(routing.sizes):
         assert part.tolist() == sorted(part.tolist())
 
@@ -507,7 +507,7 @@ def test_a_rank_has_its_experts():
             if local_part(param).numel()
         }
         assert names == {str(place * 2), str(place * 2 + 1)}
-        assert all(is_elsewhere(p) != bool(local_part(p).numel()) for p in experts.parameters())
+        assert all(is_remote(p) != bool(local_part(p).numel()) for p in experts.parameters())
         held = sum(local_part(param).numel() for param in experts.parameters())
         assert held == sum(param.numel() for param in experts.parameters()) // RANKS
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composer_fsdp2 import clip_grad_norm_, installed, prepare_fully_shard
 from composer_fsdp2.optim.norms import whole_metrics
 from composer_fsdp2.trainer.extensions.callbacks import logged_norms
-from composer_fsdp2.trainer.extensions.step_record import gradient_norm
+from composer_fsdp2.trainer.extensions.step_record import recorded_norm
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import OPTIMIZERS, assert_same_gradients, full
 from tests.support.training import samples_of, trainer_for
@@ -305,7 +305,7 @@ def test_the_algorithm_of_the_trainer_gets_it():
 def test_recorded_norm_takes_one_collective():
     oracle, model = both({})
     with Seen() as seen:
-        norm = gradient_norm(model)
+        norm = recorded_norm(model)
     expected = nn.utils.clip_grad_norm_(oracle.parameters(), math.inf).item()
     assert norm == pytest.approx(expected, rel=1e-6)
     assert seen.collectives == 1

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from composer_fsdp2 import installed, prepare_fully_shard
-from composer_fsdp2.trainer.extensions.step_record import Recorder, gradient_norm
+from composer_fsdp2.trainer.extensions.step_record import Recorder, recorded_norm
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import OPTIMIZERS
 from tests.support.training import (
@@ -128,7 +128,7 @@ def test_the_norm_over_every_mesh(config: dict[str, int]):
     prepare_fully_shard(model, None, config)
     backward(model)
     before = local_gradients(model)
-    assert gradient_norm(model) == pytest.approx(expected_norm(), rel=1e-6)
+    assert recorded_norm(model) == pytest.approx(expected_norm(), rel=1e-6)
     assert all(map(torch.equal, before, local_gradients(model)))
 
 
@@ -161,7 +161,7 @@ def test_the_norm_under_fsdp1(strategy: str, use_orig_params: bool):
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
     before = copy.deepcopy([param.grad for param in model.parameters()])
-    assert gradient_norm(model) == pytest.approx(expected_norm(), rel=1e-6)
+    assert recorded_norm(model) == pytest.approx(expected_norm(), rel=1e-6)
     for grad, param in zip(before, model.parameters(), strict=True):
         assert (grad is None) == (param.grad is None)
         assert grad is None or torch.equal(grad, param.grad)  # pyright: ignore
@@ -181,4 +181,4 @@ def test_a_parameter_without_gradient_on_one_rank_holds_up_nobody():
             left += param.grad.to_local().square().sum()
     dist.all_reduce(left)
     assert left > 0
-    assert gradient_norm(model) == pytest.approx(left.sqrt().item(), rel=1e-6)
+    assert recorded_norm(model) == pytest.approx(left.sqrt().item(), rel=1e-6)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import ConfigError, PlanError, apply_plan, plan_wrapping, prepare_fully_shard
 from composer_fsdp2.blocks.transformation import ModelFacts
-from composer_fsdp2.parallel.division import Divided, Division
+from composer_fsdp2.parallel.parallelism import AppliedParallelism, Parallelism
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.prepare import model as prepare
@@ -132,7 +132,7 @@ def test_a_tree_that_is_handed_in_keeps_no_full_parameter(tie: str):
     assert tree.params == []
 
 
-class Twice(Divided):
+class Twice(AppliedParallelism):
     """Doubles the output of each block, and notes its calls."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Twice(Divided):
         self.calls.append(f"forward {len(inputs[0])} {[*inputs[1]]}")
 
 
-class Divides(Division[str]):
+class Divides(Parallelism[str]):
     """A division that needs nothing but its class and its place in the tuple."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Divides(Division[str]):
     def plan(self, facts: ModelFacts) -> Any:
         return "toy"
 
-    def apply_on(self, tree: ModuleTree, plan: Any, mesh: DeviceMesh) -> Divided:
+    def apply_on(self, tree: ModuleTree, plan: Any, mesh: DeviceMesh) -> AppliedParallelism:
         for number in range(3):
             multiply_output(tree.root.get_submodule(f"blocks.{number}"), 2)
         assert mesh.size() == 2

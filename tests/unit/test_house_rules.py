@@ -262,3 +262,13 @@ def test_blanks_keep_the_lines_and_their_places():
     blank = prose.without_code(text)
     assert [len(line) for line in blank.split("\n")] == [len(line) for line in text.split("\n")]
     assert blank.endswith("d --\n-- g")
+
+
+def test_a_name_stands_for_one_thing():
+    def offenders(*texts: str) -> list[str]:
+        sources = [code.Source(f"composer_fsdp2/plan/{n}.py", text) for n, text in enumerate(texts)]
+        return [said for _, (_, said) in code.shared_names(sources)]
+
+    assert offenders("class _Run: ...", "class Run: ...") == ["'Run' is another thing in plan/0.py"]
+    assert offenders("def run(): ...", "def run(): ...") == ["'run' is another thing in plan/0.py"]
+    assert offenders("def _run(): ...", "def _run(): ...\nclass Run: ...") == []

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config, transform
-from composer_fsdp2.parallel.division import GroupSizes
+from composer_fsdp2.parallel.parallelism import GroupSizes
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.patches import uninstall

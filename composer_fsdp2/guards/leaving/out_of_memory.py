@@ -28,7 +28,7 @@ from composer_fsdp2.torch_private.units import (
 __all__ = [
     "REMOTE_OOM_MESSAGE",
     "OOMGuard",
-    "exchange",
+    "agree_on_failure",
     "is_out_of_memory",
     "sync_oom",
 ]
@@ -58,7 +58,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def exchange(failed: bool, finished: bool, device: torch.device) -> tuple[bool, bool]:
+def agree_on_failure(failed: bool, finished: bool, device: torch.device) -> tuple[bool, bool]:
     """Whether any rank has failed, and whether all have finished. Collective: yes."""
     found = torch.tensor([int(failed)], dtype=torch.uint8, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -85,7 +85,7 @@ def sync_oom(device: torch.device) -> Generator[None]:
         error = caught
     finished, failed = False, error is not None
     while not finished:
-        failed, finished = exchange(failed, True, device)
+        failed, finished = agree_on_failure(failed, True, device)
     if error is None and failed:
         error = torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)
     if isinstance(error, torch.OutOfMemoryError):
@@ -135,5 +135,5 @@ class OOMGuard(StepListener):
         self._agree()
 
     def _agree(self) -> None:
-        if self._agrees and exchange(False, False, self.run.device)[0]:
+        if self._agrees and agree_on_failure(False, False, self.run.device)[0]:
             raise torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)

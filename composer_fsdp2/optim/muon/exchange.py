@@ -32,11 +32,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.optim.muon.newton_schulz import Layout
+from composer_fsdp2.optim.muon.newton_schulz import MatrixLayout
 from composer_fsdp2.parallel.row_order import RowOrder, cut_in_order, order_of, shape_in_model
 from composer_fsdp2.shard.device_mesh import whole_mesh
 
-__all__ = ["Division", "Exchange", "Matrix", "Part", "Ranks", "plan_exchange", "ranks_of"]
+__all__ = [
+    "Matrix",
+    "MatrixExchange",
+    "MatrixPart",
+    "MatrixSplit",
+    "Ranks",
+    "plan_exchange",
+    "ranks_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +89,12 @@ def ranks_of(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Ranks, dist.Process
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class MatrixSplit:
     """How a parameter is divided between shards, and the matrices it holds."""
 
     shape: tuple[int, ...]
     """in the model"""
-    layout: Layout
+    layout: MatrixLayout
     sizes: tuple[int, ...] = ()
     """of the axes of the mesh that divide it; shards are numbered along the last one first"""
     cuts: tuple[tuple[int, int], ...] = ()
@@ -94,7 +102,7 @@ class Division:
     order: RowOrder | None = None
 
     @classmethod
-    def of(cls, param: Tensor, axes: Sequence[int], layout: Layout) -> Division:
+    def of(cls, param: Tensor, axes: Sequence[int], layout: MatrixLayout) -> MatrixSplit:
         """Reads a parameter that is divided along these axes of its mesh. Collective: no."""
         shape = tuple(shape_in_model(param))
         if not isinstance(param, DTensor) or not axes:
@@ -106,7 +114,7 @@ class Division:
 
 
 @functools.lru_cache(maxsize=2**14)
-def positions_of(division: Division, shard: int) -> tuple[Tensor, ...]:
+def positions_of(division: MatrixSplit, shard: int) -> tuple[Tensor, ...]:
     """Returns what a shard holds along each dimension; see [Note: positions]."""
     found = [torch.arange(size) for size in division.shape]
     if (order := division.order) is not None:
@@ -140,7 +148,7 @@ class Matrix:
         return math.prod(self.shape) * min(self.shape[-2:])
 
 
-def _matrices(number: int, division: Division, ranks: Ranks) -> Iterator[Matrix]:
+def _matrices(number: int, division: MatrixSplit, ranks: Ranks) -> Iterator[Matrix]:
     """The matrices of a parameter that can be orthogonalised in different places."""
     cut_along = {dim for _, dim in division.cuts}
     for outputs in division.layout.outputs(division.shape):
@@ -158,7 +166,7 @@ def _matrices(number: int, division: Division, ranks: Ranks) -> Iterator[Matrix]
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class MatrixPart:
     """A shard's share of a matrix."""
 
     matrix: Matrix
@@ -169,7 +177,7 @@ class Part:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, matrix: Matrix, division: Division, shard: int) -> Part:
+    def of(cls, matrix: Matrix, division: MatrixSplit, shard: int) -> MatrixPart:
         """Finds the positions that a shard and a matrix have in common."""
         here: list[Tensor] = []
         there: list[Tensor] = []
@@ -197,7 +205,7 @@ def _index(positions: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple(p.view(-1, *[1] * (last - dim)) for dim, p in enumerate(positions))
 
 
-Arriving = Callable[[], list[tuple[Part, Tensor]]]
+Arriving = Callable[[], list[tuple[MatrixPart, Tensor]]]
 """waits for the parts that come, and returns them with their values"""
 
 
@@ -205,13 +213,16 @@ Arriving = Callable[[], list[tuple[Part, Tensor]]]
 class Way:
     """One all-to-all: the parts that this rank sends and receives, by place in the group."""
 
-    send: list[list[Part]]
-    receive: list[list[Part]]
+    send: list[list[MatrixPart]]
+    receive: list[list[MatrixPart]]
     starts: bool
     """whether any rank of the group sends to another"""
 
     def start(
-        self, value_of: Callable[[Part], Tensor], like: Tensor, group: dist.ProcessGroup | None
+        self,
+        value_of: Callable[[MatrixPart], Tensor],
+        like: Tensor,
+        group: dist.ProcessGroup | None,
     ) -> Arriving:
         """Sends the value of each part. Collective: yes, over the group."""
         values = [value_of(part).flatten() for parts in self.send for part in parts]
@@ -223,7 +234,7 @@ class Way:
             received = sent.new_empty(sum(sizes[0]))
             handle = dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
 
-        def finish() -> list[tuple[Part, Tensor]]:
+        def finish() -> list[tuple[MatrixPart, Tensor]]:
             if handle is not None:
                 handle.wait()
             parts = [*itertools.chain(*self.receive)]
@@ -234,10 +245,10 @@ class Way:
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class MatrixExchange:
     """How the parameters of one mesh travel in each step; see [Note: exchange]."""
 
-    local: list[Part]
+    local: list[MatrixPart]
     """matrices that neither come nor go"""
     buckets: list[tuple[Way, Way]]
     """matrices that travel together: the way to their owners, and the way back"""
@@ -247,7 +258,7 @@ class Exchange:
         shards: Sequence[Tensor],
         group: dist.ProcessGroup | None,
         orthogonalise: Callable[[int, Tensor], Tensor],
-        apply: Callable[[Part, Tensor], None],
+        apply: Callable[[MatrixPart, Tensor], None],
     ) -> None:
         """Computes every matrix in one place and hands the results to all shards.
 
@@ -260,7 +271,7 @@ class Exchange:
             apply: takes a part of a result.
         """
 
-        def held(part: Part) -> Tensor:
+        def held(part: MatrixPart) -> Tensor:
             return shards[part.matrix.param][part.here]
 
         def send(number: int) -> Arriving:
@@ -289,7 +300,7 @@ class Exchange:
 
 
 @functools.lru_cache(maxsize=8)
-def plan_exchange(divisions: tuple[Division, ...], ranks: Ranks, limit: int) -> Exchange:
+def plan_exchange(divisions: tuple[MatrixSplit, ...], ranks: Ranks, limit: int) -> MatrixExchange:
     """Settles which rank orthogonalises which matrix. Collective: no.
 
     Args:
@@ -299,7 +310,7 @@ def plan_exchange(divisions: tuple[Division, ...], ranks: Ranks, limit: int) -> 
     """
     found = [m for n, division in enumerate(divisions) for m in _matrices(n, division, ranks)]
     stay = [m for m in found if m.owner is not None and ranks.replicas == 1]
-    local = [Part.of(m, divisions[m.param], ranks.me) for m in stay if m.owner == ranks.me]
+    local = [MatrixPart.of(m, divisions[m.param], ranks.me) for m in stay if m.owner == ranks.me]
     totals, filled = [0] * len(ranks.places), [(0, 0)] * len(ranks.places)
     buckets: dict[int, list[tuple[Matrix, int]]] = defaultdict(list)
     # The largest first, to the rank with the least work.
@@ -312,18 +323,18 @@ def plan_exchange(divisions: tuple[Division, ...], ranks: Ranks, limit: int) -> 
             number, size = number + 1, 0
         filled[owner] = number, size + numel
         buckets[number].append((matrix, owner))
-    return Exchange(local, [_ways(bucket, divisions, ranks) for bucket in buckets.values()])
+    return MatrixExchange(local, [_ways(bucket, divisions, ranks) for bucket in buckets.values()])
 
 
 def _ways(
-    bucket: Sequence[tuple[Matrix, int]], divisions: Sequence[Division], ranks: Ranks
+    bucket: Sequence[tuple[Matrix, int]], divisions: Sequence[MatrixSplit], ranks: Ranks
 ) -> tuple[Way, Way]:
     """The way of matrices to their owners, and the way back."""
 
-    def parts(owner: int, shard: int) -> list[Part]:
-        return [Part.of(m, divisions[m.param], shard) for m, own in bucket if own == owner]
+    def parts(owner: int, shard: int) -> list[MatrixPart]:
+        return [MatrixPart.of(m, divisions[m.param], shard) for m, own in bucket if own == owner]
 
-    def by_place(of_ranks: Sequence[list[Part]]) -> list[list[Part]]:
+    def by_place(of_ranks: Sequence[list[MatrixPart]]) -> list[list[MatrixPart]]:
         of_place = dict(zip(ranks.places, of_ranks, strict=True))
         return [of_place.get(place, []) for place in range(ranks.group_size)]
 
@@ -331,7 +342,8 @@ def _ways(
     held = [parts(owner, ranks.me % shards) for owner in numbers]
     owned = [parts(ranks.me, shard) for shard in range(shards)]
     travels = any(
-        Part.of(matrix, divisions[matrix.param], owner % shards).numel < math.prod(matrix.shape)
+        MatrixPart.of(matrix, divisions[matrix.param], owner % shards).numel
+        < math.prod(matrix.shape)
         for matrix, owner in bucket
     )
     near = [number // shards == ranks.me // shards for number in numbers]  # in the same replica

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.optim.muon.newton_schulz import ADJUSTMENTS, Layout
+from composer_fsdp2.optim.muon.newton_schulz import ADJUSTMENTS, MatrixLayout
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import matcher
 from composer_fsdp2.plan.rules import output_heads
@@ -29,7 +29,7 @@ from composer_fsdp2.text import listed
 __all__ = [
     "ITERATION_DTYPES",
     "Blocks",
-    "Choice",
+    "MatrixChoice",
     "Overrides",
     "PlannedGroups",
     "check_matrices",
@@ -78,19 +78,19 @@ class PlannedGroups:
     """The groups of an optimizer, each of one algorithm."""
 
     groups: list[dict[str, Any]]
-    layouts: list[list[Layout]]
+    layouts: list[list[MatrixLayout]]
     """of the parameters of each group, in their order"""
     text: str
     """settings and parameters of each group, for ranks to compare"""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MatrixChoice:
     """The algorithm of one parameter, and why."""
 
     algorithm: str
     reason: str
-    layout: Layout
+    layout: MatrixLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class Overrides:
             raise PlanError("\n".join(problems))
 
     def choice(
-        self, names: Sequence[str], param: Tensor, reason: str, layout: Callable[[], Layout]
-    ) -> Choice:
+        self, names: Sequence[str], param: Tensor, reason: str, layout: Callable[[], MatrixLayout]
+    ) -> MatrixChoice:
         """Returns what a parameter gets.
 
         Args:
@@ -145,7 +145,7 @@ class Overrides:
                 "Narrow one of them."
             )
         if asked == ["adamw"] or (reason and not asked):
-            return Choice("adamw", reason or "asked for", Layout())
+            return MatrixChoice("adamw", reason or "asked for", MatrixLayout())
         if param.ndim not in (2, 3):
             raise PlanError(
                 f"'{names[0]}' matches a glob of muon, but its shape is {tuple(param.shape)}. Muon "
@@ -155,18 +155,20 @@ class Overrides:
         found = layout()
         for glob, blocks in self.blocks.items():
             for name in filter(matcher(glob), names):
-                return Choice("muon", "", with_blocks(name, param.shape, found, blocks))
-        return Choice("muon", "", found)
+                return MatrixChoice("muon", "", with_blocks(name, param.shape, found, blocks))
+        return MatrixChoice("muon", "", found)
 
 
-def with_blocks(name: str, shape: Sequence[int], layout: Layout, blocks: Blocks) -> Layout:
+def with_blocks(
+    name: str, shape: Sequence[int], layout: MatrixLayout, blocks: Blocks
+) -> MatrixLayout:
     """Returns a layout with blocks as a user writes them.
 
     Raises:
         PlanError: blocks that do not add up to the matrix.
     """
     if blocks is None:
-        return Layout(None, layout.transposed)
+        return MatrixLayout(None, layout.transposed)
     outputs, turns = shape[layout.axis], 1
     if isinstance(blocks, Mapping):
         turns, given = blocks.get("turns"), blocks.get("outputs", ())
@@ -188,10 +190,10 @@ def with_blocks(name: str, shape: Sequence[int], layout: Layout, blocks: Blocks)
             f"outputs (shape {tuple(shape)}). Each block is a matrix of its own for Muon. Write "
             "the outputs of every block, or the number of blocks if they are alike."
         )
-    return Layout(sizes, layout.transposed, turns)
+    return MatrixLayout(sizes, layout.transposed, turns)
 
 
-def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, Choice]:
+def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, MatrixChoice]:
     """Decides for every parameter of a model; see [Note: hidden matrices].
 
     Collective: no. The model may be sharded already.
@@ -216,7 +218,7 @@ def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, Choice]:
         names[id(ref.param)].append(ref.name)
         module = tree.paths[ref.path_index].module
         places[memory[id(ref.param)]].add((id(module), ref.name.rpartition(".")[2]))
-    found: dict[int, Choice] = {}
+    found: dict[int, MatrixChoice] = {}
     for ref in tree.params:
         key, param, entry = id(ref.param), ref.param, tree.paths[ref.path_index]
         if key in found:
@@ -243,7 +245,9 @@ def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, Choice]:
     return found
 
 
-def choose_by_names(named: Iterable[tuple[str, Tensor]], overrides: Overrides) -> dict[int, Choice]:
+def choose_by_names(
+    named: Iterable[tuple[str, Tensor]], overrides: Overrides
+) -> dict[int, MatrixChoice]:
     """Decides without the model, by names and shapes: a module's class says more.
 
     Raises:
@@ -251,11 +255,11 @@ def choose_by_names(named: Iterable[tuple[str, Tensor]], overrides: Overrides) -
     """
     named = list(named)
     overrides.check([name for name, _ in named])
-    found: dict[int, Choice] = {}
+    found: dict[int, MatrixChoice] = {}
     for name, param in named:
         is_matrix = param.ndim == 2 and not _is_vector(param)
         reason = _excluded_by_name(name.split("."), param) if is_matrix else "no matrix"
-        found[id(param)] = overrides.choice([name], param, reason, Layout)
+        found[id(param)] = overrides.choice([name], param, reason, MatrixLayout)
     return found
 
 
@@ -297,7 +301,7 @@ def _classes(module: nn.Module) -> str:
     return " ".join(kind.__name__ for kind in kinds).lower()
 
 
-def _layout(path: Sequence[str], param: Tensor, module: nn.Module, around: Any) -> Layout:
+def _layout(path: Sequence[str], param: Tensor, module: nn.Module, around: Any) -> MatrixLayout:
     """How a matrix is stored, and of which others it is made."""
     *parts, leaf = path
     if param.ndim == 3:
@@ -306,7 +310,7 @@ def _layout(path: Sequence[str], param: Tensor, module: nn.Module, around: Any) 
     outputs = param.shape[-1 if transposed else -2]
     experts = getattr(module, "moe_num_experts", None)
     if isinstance(experts, int) and outputs % experts == 0 and leaf != "weight":
-        return Layout((outputs // experts,) * experts)
+        return MatrixLayout((outputs // experts,) * experts)
     raw = leaf in (*_QKV, *_GATE_UP)
     layer = leaf if raw or not parts else parts[-1]
     beside = module if raw else around
@@ -318,7 +322,7 @@ def _layout(path: Sequence[str], param: Tensor, module: nn.Module, around: Any) 
         joined = layer != "Wi" or _inputs(beside, _DOWN) == outputs // 2
         sizes = (outputs // 2, outputs // 2) if joined else None
     in_turns = turns and sizes and not any(size % turns for size in sizes)
-    return Layout(sizes, transposed, turns if in_turns else 1)
+    return MatrixLayout(sizes, transposed, turns if in_turns else 1)
 
 
 def _turns(layer: str, outputs: int, beside: Any) -> int:
@@ -355,17 +359,17 @@ def _inputs(around: Any, names: Iterable[str]) -> int | None:
     return None
 
 
-def _layout_of_list(leaf: str, param: Tensor, module: nn.Module) -> Layout:
+def _layout_of_list(leaf: str, param: Tensor, module: nn.Module) -> MatrixLayout:
     """Experts are `(experts, out, in)` or `(experts, in, out)`; the shapes of two tell which."""
     up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not isinstance(up, Tensor) or not isinstance(down, Tensor) or up.ndim != 3:
-        return Layout()
+        return MatrixLayout()
     transposed = up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2]
     if leaf != "gate_up_proj":
-        return Layout(None, transposed)
+        return MatrixLayout(None, transposed)
     half = param.shape[2 if transposed else 1] // 2
     # In the experts of GPT-OSS, columns belong to gate and up by turns.
-    return Layout((half, half), transposed, half if "gptoss" in _classes(module) else 1)
+    return MatrixLayout((half, half), transposed, half if "gptoss" in _classes(module) else 1)
 
 
 # --- Values of groups. ---

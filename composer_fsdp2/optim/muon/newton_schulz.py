@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ADJUSTMENTS", "Layout", "lr_ratio", "orthogonalise"]
+__all__ = ["ADJUSTMENTS", "MatrixLayout", "lr_ratio", "orthogonalise"]
 
 ADJUSTMENTS = ("original", "match_rms_adamw", "spectral_unclamped")
 """names of the ways in which the shape of a matrix changes its learning rate"""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MatrixLayout:
     """How a parameter holds matrices `(out, in)`; one of three dimensions is a list of them."""
 
     blocks: tuple[int, ...] | None = None

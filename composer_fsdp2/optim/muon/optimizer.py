@@ -26,11 +26,17 @@ from torch.optim.adamw import adamw
 
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.local import MatrixOptimizer, local_gradient
-from composer_fsdp2.optim.muon.exchange import Division, Part, Ranks, plan_exchange, ranks_of
+from composer_fsdp2.optim.muon.exchange import (
+    MatrixPart,
+    MatrixSplit,
+    Ranks,
+    plan_exchange,
+    ranks_of,
+)
 from composer_fsdp2.optim.muon.groups import (
     ITERATION_DTYPES,
     Blocks,
-    Choice,
+    MatrixChoice,
     Overrides,
     PlannedGroups,
     check_matrices,
@@ -42,7 +48,7 @@ from composer_fsdp2.optim.muon.groups import (
     with_blocks,
     with_entries,
 )
-from composer_fsdp2.optim.muon.newton_schulz import Layout, lr_ratio, orthogonalise
+from composer_fsdp2.optim.muon.newton_schulz import MatrixLayout, lr_ratio, orthogonalise
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.torch_private.tensors import local_part, values_known
 
@@ -140,9 +146,9 @@ class Muon(MatrixOptimizer):
         self._for_adamw = {key: value for key, value in own.items() if value is not None}
         self._overrides = Overrides(globs(muon), globs(adamw), dict(blocks or {}))
         self._bucket_bytes = bucket_bytes
-        self._layouts: list[list[Layout]] = []
+        self._layouts: list[list[MatrixLayout]] = []
         """of the parameters of each group, in their order"""
-        self._layout_of: dict[Tensor, Layout] = {}
+        self._layout_of: dict[Tensor, MatrixLayout] = {}
         """of each parameter, from the first step on: sharding exchanges parameters before it"""
         is_model = isinstance(params, nn.Module)
         super().__init__(params.parameters() if is_model else params, defaults)
@@ -181,7 +187,7 @@ class Muon(MatrixOptimizer):
         check_values(group)
         entries = entries_of(group)
         parts = [group]
-        layouts = [Layout()] * len(entries)
+        layouts = [MatrixLayout()] * len(entries)
         if group["algorithm"] is None:
             # See [Note: undecided groups].
             matrices = with_entries(group, [entry for entry in entries if entry[0].ndim > 1])
@@ -197,7 +203,7 @@ class Muon(MatrixOptimizer):
             if blocks is not None:
                 layouts = [
                     with_blocks(
-                        f"parameter {index} of group {number}", param.shape, Layout(), blocks
+                        f"parameter {index} of group {number}", param.shape, MatrixLayout(), blocks
                     )
                     for index, (param, _) in enumerate(entries)
                 ]
@@ -240,7 +246,7 @@ class Muon(MatrixOptimizer):
         self._layouts, self._layout_of = planned.layouts, {}
         self.param_groups[:] = planned.groups
 
-    def _plan(self, choices: Mapping[int, Choice], names: Mapping[int, str]) -> PlannedGroups:
+    def _plan(self, choices: Mapping[int, MatrixChoice], names: Mapping[int, str]) -> PlannedGroups:
         """Groups as they will be, each of one algorithm."""
         hidden = {key for key, choice in choices.items() if choice.algorithm == "muon"}
         groups = list(self.param_groups)
@@ -257,8 +263,8 @@ class Muon(MatrixOptimizer):
         for group, layouts in zip(self.param_groups, self._layouts, strict=True):
             pairs = zip(group["params"], layouts, strict=True)
             # What a group itself says counts.
-            layout_of.update((id(p), layout) for p, layout in pairs if layout != Layout())
-        layouts = [[layout_of.get(id(p), Layout()) for p in g["params"]] for g in groups]
+            layout_of.update((id(p), layout) for p, layout in pairs if layout != MatrixLayout())
+        layouts = [[layout_of.get(id(p), MatrixLayout()) for p in g["params"]] for g in groups]
         lines = [f"buckets of {self._bucket_bytes} bytes a rank"]
         for group, of_group in zip(groups, layouts, strict=True):
             settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -356,7 +362,9 @@ class Muon(MatrixOptimizer):
                         continue
                     update = self._momentum(group, param, grad)
                     together[mesh, axes, update.dtype].append(
-                        _Update(local_part(param), update, Division.of(param, axes, layout), group)
+                        _Update(
+                            local_part(param), update, MatrixSplit.of(param, axes, layout), group
+                        )
                     )
         for (mesh, axes, dtype), updates in together.items():
             self._step_matrices(mesh, axes, self._bucket_bytes // dtype.itemsize, updates)
@@ -402,7 +410,7 @@ class Muon(MatrixOptimizer):
             group = updates[number].group
             return orthogonalise(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-        def apply(part: Part, result: Tensor) -> None:
+        def apply(part: MatrixPart, result: Tensor) -> None:
             update = updates[part.matrix.param]
             *_, rows, columns = part.matrix.shape
             sizes = (columns, rows) if update.division.layout.transposed else (rows, columns)
@@ -453,7 +461,7 @@ class _Update:
     """this rank's shard of the parameter"""
     update: Tensor
     """of the shard, in the dtype of the iteration"""
-    division: Division
+    division: MatrixSplit
     group: Mapping[str, Any]
 
 

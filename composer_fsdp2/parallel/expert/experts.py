@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composer_fsdp2.parallel.exchange import exchange_tensor
 from composer_fsdp2.parallel.expert.views import show_all_experts
-from composer_fsdp2.parallel.held import Held, HeldLayer, Holders
+from composer_fsdp2.parallel.held import ExpertMesh, Held, HeldLayer
 from composer_fsdp2.parallel.row_order import rows_of
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.torch_private.units import backward_number
 
-__all__ = ["ExpertLayer", "Experts", "Routing", "exchange"]
+__all__ = ["ExpertLayer", "Experts", "Routing", "send_rows"]
 
 
 # --- Exchanges ---
@@ -90,7 +90,7 @@ class Routing:
         return cls(chosen, mine, order, sent, received, sizes, by_expert)
 
 
-def exchange(
+def send_rows(
     rows: torch.Tensor, routing: Routing, group: dist.ProcessGroup, *, back: bool = False
 ) -> torch.Tensor:
     """Sends rows to the ranks of their experts, or back to those of their tokens.
@@ -180,10 +180,10 @@ class ExpertLayer(HeldLayer):
         if torch.is_grad_enabled() and not rows.requires_grad and self.is_trained():
             # Backward must come to both exchanges on a rank without a token for its experts too.
             rows.requires_grad_()
-        arrived = exchange(rows, routing, group).index_select(0, routing.by_expert)
+        arrived = send_rows(rows, routing, group).index_select(0, routing.by_expert)
         made = self.made_of(arrived, routing.sizes)
         made = made.index_select(0, torch.argsort(routing.by_expert))
-        returned = exchange(made, routing, group, back=True)
+        returned = send_rows(made, routing, group, back=True)
         weighted = returned * weights.flatten()[routing.order, None]
         total = torch.zeros(tokens.shape, dtype=dtype, device=tokens.device)
         total = total.index_add(0, token, weighted.to(dtype))
@@ -218,7 +218,7 @@ class Experts(ExpertLayer, nn.Module):
             zeros; otherwise it has none.
     """
 
-    def __init__(self, experts: nn.ModuleList, mesh: Holders, *, calls_all: bool) -> None:
+    def __init__(self, experts: nn.ModuleList, mesh: ExpertMesh, *, calls_all: bool) -> None:
         super().__init__()
         self.mesh, self.count = mesh, len(experts)
         self.training = experts.training
@@ -236,7 +236,7 @@ class Experts(ExpertLayer, nn.Module):
         return list(self.children())[begin : begin + self.share]
 
     def keep_own(self) -> set[nn.Parameter]:
-        """Frees the experts of other ranks; see [Note: held elsewhere]."""
+        """Frees the experts of other ranks; see [Note: remote experts]."""
         others = [expert for expert in self.children() if expert not in self._own]
         parts = [part for expert in others for part in expert.modules()]
         taken: set[nn.Parameter] = set()
@@ -244,8 +244,8 @@ class Experts(ExpertLayer, nn.Module):
             for name, param in part._parameters.items():
                 if param is not None:
                     empty = DTensor.from_local(
-                        torch.empty(0, dtype=param.dtype, device=self.mesh.elsewhere.device_type),
-                        self.mesh.elsewhere,
+                        torch.empty(0, dtype=param.dtype, device=self.mesh.remote.device_type),
+                        self.mesh.remote,
                         [Shard(0)],
                         run_check=False,
                         shape=param.shape,

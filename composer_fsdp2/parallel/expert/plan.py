@@ -9,7 +9,7 @@ from torch import nn
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.parallel import ExpertSpec
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.expert.routers import BLOCKS, known_block
+from composer_fsdp2.parallel.expert.routers import BLOCKS, known_router
 from composer_fsdp2.parallel.expert.stacked import holds_stack, stack_size
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.module_tree import ModuleTree
@@ -164,7 +164,7 @@ def _why_not(name: str, modules: dict[str, nn.Module]) -> str | None:
             "(`use_experts_implementation`)"
         )
     kind = type(block).__name__
-    if attribute != "experts" or type(experts) is not nn.ModuleList or known_block(block) is None:
+    if attribute != "experts" or type(experts) is not nn.ModuleList or known_router(block) is None:
         known = ", ".join(sorted(BLOCKS))
         return (
             f"it is not known how {kind} ('{above}') routes to '{name}'; these blocks of "

@@ -16,7 +16,7 @@ from torch import nn
 from composer_fsdp2.fingerprint import fingerprint
 from composer_fsdp2.parallel.expert.experts import Experts
 
-__all__ = ["BLOCKS", "Block", "code_of", "known_block"]
+__all__ = ["BLOCKS", "Block", "code_of", "known_router"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Block:
     """whether the method calls an expert without a token"""
 
 
-def known_block(block: nn.Module) -> Block | None:
+def known_router(block: nn.Module) -> Block | None:
     """Returns what is known of the class of a block. Collective: no.
 
     `None` for a class that is not known, and for code that is not the one that was read.

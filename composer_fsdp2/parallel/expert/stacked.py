@@ -21,7 +21,7 @@ from torch import nn
 from composer_fsdp2.parallel.expert.experts import ExpertLayer
 from composer_fsdp2.parallel.expert.routers import code_of
 from composer_fsdp2.parallel.expert.views import show_all_experts
-from composer_fsdp2.parallel.held import LAYER, Held, Holders
+from composer_fsdp2.parallel.held import LAYER, ExpertMesh, Held
 from composer_fsdp2.plan.module_tree import own_parameters
 
 __all__ = ["StackedExperts", "holds_stack", "stack_size"]
@@ -76,7 +76,7 @@ class StackedExperts(ExpertLayer):
         count: how many there are.
     """
 
-    def __init__(self, experts: Any, mesh: Holders, count: int) -> None:
+    def __init__(self, experts: Any, mesh: ExpertMesh, count: int) -> None:
         self.mesh, self.count = mesh, count
         self._experts, self._compute = experts, experts.forward
         self._is_of_foundry = _is_of_foundry(experts)

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.division import Divided, Division, untried_items
-from composer_fsdp2.parallel.held import Holders
+from composer_fsdp2.parallel.held import ExpertMesh
+from composer_fsdp2.parallel.parallelism import AppliedParallelism, Parallelism, untried_items
 from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, TENSOR_AXIS
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -29,7 +29,7 @@ _EXPERTS, _SHARDS = "ep", "efsdp"
 """axes of the mesh of experts, `dp_replicate x efsdp x ep`"""
 
 
-class ExpertParallel(Division["ExpertPlan"]):
+class ExpertParallel(Parallelism["ExpertPlan"]):
     """Puts the experts of a rank in the place of each list of experts: `expert_parallel`."""
 
     exchanges_modules: ClassVar[bool] = True
@@ -99,20 +99,20 @@ class ExpertParallel(Division["ExpertPlan"]):
 
         return with_expert_units(plan, units)
 
-    def apply_on(self, tree: ModuleTree, plan: ExpertPlan, mesh: DeviceMesh) -> Divided:
+    def apply_on(self, tree: ModuleTree, plan: ExpertPlan, mesh: DeviceMesh) -> AppliedParallelism:
         """Connects the blocks. Collective: yes, over the default group."""
         from composer_fsdp2.parallel.expert.experts import Experts
-        from composer_fsdp2.parallel.expert.routers import known_block
+        from composer_fsdp2.parallel.expert.routers import known_router
         from composer_fsdp2.parallel.expert.stacked import StackedExperts
 
         modules = dict(tree.modules())
-        ranks = _holders(mesh, plan.degree)
+        ranks = _expert_mesh(mesh, plan.degree)
         for held in plan.lists:
             block, experts = modules[held.name.rpartition(".")[0]], modules[held.name]
             if not isinstance(experts, nn.ModuleList):
                 StackedExperts(experts, ranks, held.count)
                 continue
-            known = known_block(block)
+            known = known_router(block)
             assert known is not None
             own = Experts(experts, ranks, calls_all=known.calls_all)
             block.experts = own
@@ -120,7 +120,7 @@ class ExpertParallel(Division["ExpertPlan"]):
         return _DividedExperts()
 
 
-class _DividedExperts(Divided):
+class _DividedExperts(AppliedParallelism):
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Has its state dicts show the experts as FSDP2 alone would shard them."""
         from composer_fsdp2.parallel.expert.views import show_all_states
@@ -128,32 +128,34 @@ class _DividedExperts(Divided):
         show_all_states(optimizer)
 
 
-def _holders(usual: DeviceMesh, degree: int) -> Holders:
+def _expert_mesh(data_parallel: DeviceMesh, degree: int) -> ExpertMesh:
     """Divides the ranks of a run once more. Collective: yes (creates process groups).
 
     Args:
-        usual: the axes that FSDP2 shards other weights over.
+        data_parallel: the axes that FSDP2 shards other weights over.
         degree: ranks that hold the experts between them; divides the ranks of one copy, and is
             a multiple of the ranks that have the same tokens.
     """
-    root, tensor = root_mesh(usual), None
+    root, tensor = root_mesh(data_parallel), None
     if TENSOR_AXIS in (root.mesh_dim_names or ()):
         tensor = root[TENSOR_AXIS]
-        usual = DeviceMesh(
-            usual.device_type, root.mesh.flatten(-2), mesh_dim_names=usual.mesh_dim_names
+        data_parallel = DeviceMesh(
+            data_parallel.device_type,
+            root.mesh.flatten(-2),
+            mesh_dim_names=data_parallel.mesh_dim_names,
         )
-    ranks = usual.mesh
+    ranks = data_parallel.mesh
     sizes = (*ranks.shape[:-1], ranks.shape[-1] // degree, degree)
     names = (REPLICATE_AXIS, _SHARDS, _EXPERTS)[-len(sizes) :]
     # A second root: one parameter may not lie on axes of two, and no expert lies on `ep`.
-    root = DeviceMesh(usual.device_type, ranks.reshape(sizes), mesh_dim_names=names)
-    single = [DeviceMesh(usual.device_type, [rank]) for rank in (0, 1)]
+    root = DeviceMesh(data_parallel.device_type, ranks.reshape(sizes), mesh_dim_names=names)
+    single = [DeviceMesh(data_parallel.device_type, [rank]) for rank in (0, 1)]
     group = root.get_group(_EXPERTS)
-    return Holders(
+    return ExpertMesh(
         shards=root[names[:-1]],
         group=group,
-        usual=usual,
+        data_parallel=data_parallel,
         tensor=tensor,
-        elsewhere=single[int(dist.get_rank() == 0)],
+        remote=single[int(dist.get_rank() == 0)],
         groups=(root.get_group(_SHARDS), group),
     )

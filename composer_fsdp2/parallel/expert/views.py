@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composer_fsdp2.parallel.held import Held, held_by, is_elsewhere
+from composer_fsdp2.parallel.held import Held, held_by, is_remote
 from composer_fsdp2.parallel.row_order import States, rows_of, show_usual_form, show_usual_states
 from composer_fsdp2.torch_private.tensors import dtensor_like
 
@@ -29,7 +29,7 @@ _Block = tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _ExpertPart:
     """This rank's part of a tensor of an expert, or of all of them; empty where it has none."""
 
     held: Held
@@ -50,16 +50,16 @@ class _Part:
         block[dim] = block[dim][rows.start : rows.stop]
         return tuple(block)
 
-    def usual_block(self, ranks: int, rank: int) -> _Block:
+    def checkpoint_block(self, ranks: int, rank: int) -> _Block:
         """Returns the block of a rank where FSDP2 divides the tensor over all ranks."""
         return (rows_of(self.shape[0], ranks, rank), *map(range, self.shape[1:]))
 
 
-def _part(held: Held, param: DTensor, value: torch.Tensor) -> _Part:
+def _part(held: Held, param: DTensor, value: torch.Tensor) -> _ExpertPart:
     """Makes the part of a parameter, or of state that is divided as the parameter is."""
     local = value.to_local() if isinstance(value, DTensor) else value
     # The backend of the mesh sends from its own devices.
-    return _Part(held, held.whole_shape(param.shape), local.to(param.device_mesh.device_type))
+    return _ExpertPart(held, held.whole_shape(param.shape), local.to(param.device_mesh.device_type))
 
 
 def _shared(one: _Block, other: _Block) -> _Block:
@@ -80,7 +80,7 @@ def _within(block: _Block, around: _Block) -> tuple[slice, ...]:
     )
 
 
-def _moved(parts: Mapping[Any, _Part], *, to_all: bool) -> dict[Any, torch.Tensor]:
+def _moved(parts: Mapping[Any, _ExpertPart], *, to_all: bool) -> dict[Any, torch.Tensor]:
     """Moves rows from the shards of each expert's own ranks to those of all ranks, or back.
 
     Collective: yes, over the ranks that share one copy of the model. They give the same parts in
@@ -96,11 +96,11 @@ def _moved(parts: Mapping[Any, _Part], *, to_all: bool) -> dict[Any, torch.Tenso
     return found
 
 
-def _moved_alike(parts: Sequence[_Part], to_all: bool) -> list[torch.Tensor]:
-    usual = parts[0].held.mesh.usual
-    group = usual.get_group(usual.ndim - 1)
+def _moved_alike(parts: Sequence[_ExpertPart], to_all: bool) -> list[torch.Tensor]:
+    data_parallel = parts[0].held.mesh.data_parallel
+    group = data_parallel.get_group(data_parallel.ndim - 1)
     here, count = group.rank(), group.size()
-    before, after = _Part.own_block, _Part.usual_block
+    before, after = _ExpertPart.own_block, _ExpertPart.checkpoint_block
     if not to_all:
         before, after = after, before
     mine = [before(part, count, here) for part in parts]
@@ -132,15 +132,15 @@ def _moved_alike(parts: Sequence[_Part], to_all: bool) -> list[torch.Tensor]:
     return found
 
 
-def _to_all(parts: Mapping[Any, _Part]) -> dict[Any, DTensor]:
+def _to_all(parts: Mapping[Any, _ExpertPart]) -> dict[Any, DTensor]:
     """Returns DTensors over all ranks. Collective: yes, as `_moved`."""
     found: dict[Any, DTensor] = {}
     for key, local in _moved(parts, to_all=True).items():
-        usual, shape = parts[key].held.mesh.usual, parts[key].shape
+        data_parallel, shape = parts[key].held.mesh.data_parallel, parts[key].shape
         found[key] = DTensor.from_local(
             local,
-            usual,
-            [*[Replicate()] * (usual.ndim - 1), Shard(0)],
+            data_parallel,
+            [*[Replicate()] * (data_parallel.ndim - 1), Shard(0)],
             run_check=False,
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
@@ -154,7 +154,7 @@ def _to_own(values: Mapping[Any, tuple[Any, DTensor, Held]]) -> dict[Any, Any]:
     Collective: yes, as `_moved`.
     """
     found: dict[Any, Any] = {}
-    spread: dict[Any, _Part] = {}
+    spread: dict[Any, _ExpertPart] = {}
     for key, (value, param, held) in values.items():
         if not isinstance(value, torch.Tensor) or value.shape != held.whole_shape(param.shape):
             continue  # torch says what is wrong
@@ -162,7 +162,7 @@ def _to_own(values: Mapping[Any, tuple[Any, DTensor, Held]]) -> dict[Any, Any]:
         # dict, or torch has divided a whole tensor of a file as it divides this rank's slice.
         is_own = isinstance(value, DTensor) and value.device_mesh == param.device_mesh
         if not isinstance(value, DTensor) or (is_own and held.dim is not None):
-            found[key] = held.from_usual(value, param.detach())
+            found[key] = held.from_checkpoint_form(value, param.detach())
         elif not is_own:
             spread[key] = _part(held, param, value)
     moved = _moved(spread, to_all=False).items()
@@ -227,7 +227,7 @@ def _shown_states(forms: Mapping[int, tuple[Any, Held]], states: States) -> Stat
     # the value.
     told: dict[int, dict[Any, tuple[torch.dtype | None, Any]]] = {}
     for number, (param, _) in forms.items():
-        if not is_elsewhere(param):
+        if not is_remote(param):
             told[number] = {
                 key: (value.dtype, None)
                 if isinstance(value, torch.Tensor) and value.shape == param.shape
@@ -238,12 +238,12 @@ def _shown_states(forms: Mapping[int, tuple[Any, Held]], states: States) -> Stat
     everyone: list[Any] = [None] * mesh.degree
     dist.all_gather_object(everyone, told, group=mesh.group)
     known = {number: entry for one in everyone for number, entry in one.items()}
-    parts: dict[tuple[int, Any], _Part] = {}
+    parts: dict[tuple[int, Any], _ExpertPart] = {}
     for number, (param, held) in forms.items():
         for key, (dtype, _) in known[number].items():
             if dtype is not None:
                 value = states.get(number, {}).get(key)
-                if value is None or is_elsewhere(param):
+                if value is None or is_remote(param):
                     value = torch.empty(0, dtype=dtype)
                 parts[number, key] = _part(held, param, value)
     shown = _to_all(parts)
@@ -265,7 +265,7 @@ def _loaded_states(forms: Mapping[int, tuple[Any, Held]], states: States) -> Sta
             for key, value in states.get(number, {}).items()
         }
     )
-    elsewhere = {number for number, (param, _) in forms.items() if is_elsewhere(param)}
+    elsewhere = {number for number, (param, _) in forms.items() if is_remote(param)}
     changed = {number: state for number, state in states.items() if number not in elsewhere}
     for (number, key), value in loaded.items():
         if number in changed:

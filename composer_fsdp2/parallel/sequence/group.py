@@ -20,7 +20,7 @@ from torch import nn
 
 from composer_fsdp2.blocks.fp8 import without_float8
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.division import RankGroup, are_whole
+from composer_fsdp2.parallel.parallelism import SameBatchGroup, are_whole
 from composer_fsdp2.parallel.sequence.attention import attend, gather_sequence, whole_loss
 from composer_fsdp2.parallel.sequence.kinds import calls_loss_function, connect_composer_model
 from composer_fsdp2.parallel.sequence.masks import (
@@ -59,7 +59,7 @@ _DOCUMENTS = {
 _REBUILT = ("attention_mask", "position_ids", "labels")
 
 
-class SequenceGroup(RankGroup):
+class SequenceGroup(SameBatchGroup):
     """Divides the inputs of a model, and what its attention sees.
 
     See [Note: one batch, many ranks]. Collective: yes, over the group, in each forward and

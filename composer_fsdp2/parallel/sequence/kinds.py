@@ -20,7 +20,14 @@ from composer_fsdp2.parallel.sequence.attention import ATTEND, HEADS, Attend, fu
 from composer_fsdp2.parallel.sequence.masks import AttentionCall, MaskRules
 from composer_fsdp2.plan.module_tree import attribute_of
 
-__all__ = ["MPT", "Kind", "calls_loss_function", "connect_composer_model", "kind_of", "own_loss"]
+__all__ = [
+    "MPT",
+    "AttentionKind",
+    "calls_loss_function",
+    "connect_composer_model",
+    "kind_of",
+    "own_loss",
+]
 
 
 _FUSED = ("sdpa", "flash_attention_2")
@@ -35,7 +42,7 @@ _FINDS_DOCUMENTS = "find_packed_sequence_indices"
 """function of newer transformers, which looks for positions that begin again"""
 
 
-class Kind(ABC):
+class AttentionKind(ABC):
     """One kind of attention modules."""
 
     @abstractmethod
@@ -68,12 +75,12 @@ class Kind(ABC):
         return MaskRules(documents="always")
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> AttentionKind | None:
     """Returns the kind of an attention module, `None` of another module."""
     return next((kind for kind in _KINDS if kind.knows(module)), None)
 
 
-class _Own(Kind):
+class _Own(AttentionKind):
     """A module of the user's, which calls `sequence_attention`."""
 
     def knows(self, module: nn.Module) -> bool:
@@ -110,7 +117,7 @@ def calls_loss_function(model: nn.Module) -> bool:
     return "loss_function" in _names_in_forward(model)
 
 
-class _HuggingFace(Kind):
+class _HuggingFace(AttentionKind):
     def knows(self, module: nn.Module) -> bool:
         return "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module)
 
@@ -256,7 +263,7 @@ class _WithGroups:
 # --- LLM Foundry's MPT ---
 
 
-class _MPT(Kind):
+class _MPT(AttentionKind):
     def knows(self, module: nn.Module) -> bool:
         return any(
             kind.__name__ == "GroupedQueryAttention" and kind.__module__.startswith("llmfoundry.")

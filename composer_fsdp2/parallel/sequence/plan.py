@@ -19,7 +19,13 @@ from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.parallel import SequenceSpec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.sequence.group import SequenceGroup
-from composer_fsdp2.parallel.sequence.kinds import MPT, Kind, calls_loss_function, kind_of, own_loss
+from composer_fsdp2.parallel.sequence.kinds import (
+    MPT,
+    AttentionKind,
+    calls_loss_function,
+    kind_of,
+    own_loss,
+)
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 from composer_fsdp2.plan.rules import output_heads
 
@@ -32,7 +38,7 @@ class SequencePlan:
 
     model: str
     """name of the module that is given batches"""
-    attention: Mapping[str, Kind]
+    attention: Mapping[str, AttentionKind]
     """by name"""
     degree: int
     tensor_degree: int
@@ -177,7 +183,7 @@ _STATE_SPACE = re.compile("SSM|^ssm|_ssm|[a-z]Ssm")  # not GptOssModel
 
 
 def _unknown_attention(
-    modules: dict[str, nn.Module], attention: Mapping[str, Kind]
+    modules: dict[str, nn.Module], attention: Mapping[str, AttentionKind]
 ) -> Iterator[str]:
     """Yields why modules cannot see divided sequences as in one process."""
     if not attention:
@@ -219,7 +225,10 @@ def _unknown_model(model: nn.Module, *, has_own_loss: bool) -> Iterator[str]:
 
 
 def _method(
-    spec: SequenceSpec, modules: dict[str, Any], attention: Mapping[str, Kind], tensor_degree: int
+    spec: SequenceSpec,
+    modules: dict[str, Any],
+    attention: Mapping[str, AttentionKind],
+    tensor_degree: int,
 ) -> str:
     """Which exchange; `auto` takes the one that sends fewer bytes, if heads allow it.
 

@@ -10,7 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.division import DRAWN, DRAWS, Divided, Division, untried_items
+from composer_fsdp2.parallel.parallelism import (
+    DRAWN,
+    DRAWS,
+    AppliedParallelism,
+    Parallelism,
+    untried_items,
+)
 from composer_fsdp2.plan.module_tree import ModuleTree
 
 if TYPE_CHECKING:
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SequenceParallel"]
 
 
-class SequenceParallel(Division["SequencePlan"]):
+class SequenceParallel(Parallelism["SequencePlan"]):
     """Divides each sequence between ranks: `sequence_parallel`."""
 
     def check_items(
@@ -44,7 +50,9 @@ class SequenceParallel(Division["SequencePlan"]):
 
         return plan_sequences(facts, spec)
 
-    def apply_on(self, tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) -> Divided:
+    def apply_on(
+        self, tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh
+    ) -> AppliedParallelism:
         """Connects the attention of the model. Collective: yes, over the default group."""
         from composer_fsdp2.parallel.sequence.plan import connect_attention
 

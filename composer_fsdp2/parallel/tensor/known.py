@@ -25,8 +25,8 @@ __all__ = [
     "is_adapted",
     "is_conv1d",
     "is_linear",
-    "known_block",
-    "rows_and_columns",
+    "known_layers",
+    "sizes_of_linear",
     "unknown_adapter",
 ]
 
@@ -99,7 +99,7 @@ def has_weight(module: nn.Module) -> bool:
     return _layer_of(module)._parameters.get("weight") is not None
 
 
-def rows_and_columns(module: nn.Module) -> tuple[int, int]:
+def sizes_of_linear(module: nn.Module) -> tuple[int, int]:
     """Returns the sizes of the input and the output of a linear layer."""
     first, second = _layer_of(module).get_parameter("weight").shape
     return (first, second) if is_conv1d(module) else (second, first)
@@ -193,7 +193,7 @@ _WIDTHS = ("hidden_size", "embed_dim")
 """by which an attention shapes the output of its heads"""
 
 
-def known_block(name: str, module: nn.Module) -> KnownBlock | None:
+def known_layers(name: str, module: nn.Module) -> KnownBlock | None:
     """Returns how a module is divided if it is an attention or MLP that is known.
 
     Raises:
@@ -208,7 +208,7 @@ def known_block(name: str, module: nn.Module) -> KnownBlock | None:
             return _separate_attention(name, module, names)
     if type(module).__name__ in _FUSED_MLPS and linear.issuperset(_FUSED_MLP):
         fused, output = _FUSED_MLP
-        half = rows_and_columns(children[fused])[1] // 2
+        half = sizes_of_linear(children[fused])[1] // 2
         return KnownBlock(cuts={fused: Cut(kind="columns", blocks=(half, half)), output: _ROWS})
     for names in _MLPS:
         others = (part for child, part in children.items() if child not in names)
@@ -240,7 +240,7 @@ def _fused_attention(name: str, module: nn.Module) -> KnownBlock:
         numbers[path] = value
     heads, kv_heads, size = (numbers[key] for key in (query_heads, key_heads, "head_dim"))
     blocks = (heads * size, kv_heads * size, kv_heads * size)
-    width = rows_and_columns(module.get_submodule(projection))[1]
+    width = sizes_of_linear(module.get_submodule(projection))[1]
     if width != sum(blocks):
         raise PlanError(_unusual(name, f"its {projection} is {width} wide, not {blocks}"))
     return KnownBlock(
@@ -256,7 +256,7 @@ def _separate_attention(name: str, module: nn.Module, names: Sequence[str]) -> K
     size = attribute_of(module, "head_dim")
     if attribute_of(module, "reuse_kv_x_layer_idx") is not None:
         raise PlanError(_unusual(name, "it uses the input of another layer"))
-    widths = [rows_and_columns(module.get_submodule(child))[1] for child in projections]
+    widths = [sizes_of_linear(module.get_submodule(child))[1] for child in projections]
     for child, width in zip(projections, widths, strict=True):
         if width % size:
             raise PlanError(_unusual(name, f"its {child} is {width} wide, and a head {size}"))

@@ -25,8 +25,8 @@ from composer_fsdp2.parallel.tensor.known import (
     is_adapted,
     is_conv1d,
     is_linear,
-    known_block,
-    rows_and_columns,
+    known_layers,
+    sizes_of_linear,
 )
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, tied_groups
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
@@ -188,7 +188,7 @@ def _find_cuts(search: _Search) -> None:
         start = f"{name}."
         inside = [n for n in linear if n.startswith(start)] if search.asked else []
         kept_whole = inside and all(search.asked.get(layer) == "whole" for layer in inside)
-        if not kept_whole and (block := known_block(name, module)) is not None:
+        if not kept_whole and (block := known_layers(name, module)) is not None:
             search.known[name] = block
             search.cuts.update({child_name(name, child): cut for child, cut in block.cuts.items()})
             _add_norms(search, name, module, block)
@@ -227,7 +227,7 @@ def _styles_of_model(search: _Search) -> dict[str, str]:
                 found.update(dict.fromkeys(named, style))
                 continue
             parents = {n.rpartition(".")[0] for n in named}
-            if not all(known_block(parent, search.modules[parent]) for parent in parents):
+            if not all(known_layers(parent, search.modules[parent]) for parent in parents):
                 raise PlanError(
                     f"The tensor plan of {type(module).__name__} gives '{pattern}' the style "
                     f"'{written}', which keeps plain tensors with a division of its own. Their "
@@ -278,7 +278,7 @@ def _leave_heads_whole(search: _Search) -> None:
         fits = (
             not is_conv1d(module)
             and not is_adapted(module)
-            and rows_and_columns(module)[1] % search.spec.degree == 0
+            and sizes_of_linear(module)[1] % search.spec.degree == 0
         )
         if fits and all(_is_plain_embedding(search.modules[other]) for other in others):
             search.cuts.update(dict.fromkeys(others, Cut(kind="embedding")))
@@ -363,7 +363,7 @@ def _check_sizes(search: _Search) -> None:
     for name, cut in search.cuts.items():
         if cut.kind in ("norm", "embedding"):
             continue
-        inside, outside = rows_and_columns(search.modules[name])
+        inside, outside = sizes_of_linear(search.modules[name])
         for size in cut.blocks or (inside if cut.kind == "rows" else outside,):
             if size % degree:
                 raise PlanError(

@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.division import (
+from composer_fsdp2.parallel.parallelism import (
     DRAWN,
     DRAWS,
     TRIED,
-    Divided,
-    Division,
+    AppliedParallelism,
     GroupSizes,
-    RankGroup,
+    Parallelism,
+    SameBatchGroup,
     untried_items,
 )
 from composer_fsdp2.parallel.row_order import group_dividing, show_usual_order_of_states
@@ -46,7 +46,7 @@ __all__ = ["TensorParallel", "draw_together"]
 log = logging.getLogger(__name__)
 
 
-class TensorParallel(Division["LayerPlan"]):
+class TensorParallel(Parallelism["LayerPlan"]):
     """Divides layers between ranks: `tensor_parallel`."""
 
     def check_items(
@@ -100,7 +100,7 @@ class TensorParallel(Division["LayerPlan"]):
         held = [unit.module for unit in facts.units.units if unit.holders > 1]
         return plan_layers(facts.tree, spec, facts.shard_ranks, held)
 
-    def apply_on(self, tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> Divided:
+    def apply_on(self, tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> AppliedParallelism:
         """Divides the layers of the plan. Collective: yes, over the default group."""
         from composer_fsdp2.parallel.tensor.divide import divide_layers
 
@@ -181,7 +181,7 @@ def _untried(facts: ModelFacts) -> Iterator[str]:
 # --- In the steps of the run ---
 
 
-class _TensorGroup(RankGroup):
+class _TensorGroup(SameBatchGroup):
     """Compares the batches of a group and shares random states; see [Note: one stream]."""
 
     why = "in one group of tensor parallelism", "add up parts of different samples"

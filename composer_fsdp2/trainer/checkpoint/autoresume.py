@@ -22,7 +22,7 @@ from composer_fsdp2.checkpoint.write import point_to
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import of_rank0, on_all_ranks
 from composer_fsdp2.trainer.checkpoint.load import load_checkpoint
-from composer_fsdp2.trainer.checkpoint.names import batch_of, pattern_of
+from composer_fsdp2.trainer.checkpoint.names import pattern_of, saved_batch
 
 __all__ = ["load_any_checkpoint", "search_save_folder", "was_searched"]
 
@@ -87,7 +87,7 @@ def _settle(folder: Path, link: Path, filename: str, state: State) -> tuple[Path
         if pattern is None or not pattern.fullmatch(path.name) or path.is_symlink():
             continue
         try:
-            batch = batch_of(open_checkpoint(path))
+            batch = saved_batch(open_checkpoint(path))
         except CheckpointError as error:
             if is_refusal(error):  # whether to trust somebody is for the user to say
                 raise

@@ -9,7 +9,7 @@ from composer.utils.file_helpers import format_name_with_dist
 from composer_fsdp2.checkpoint.source import Checkpoint
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["COUNTS", "batch_of", "pattern_of", "without_times"]
+__all__ = ["COUNTS", "pattern_of", "saved_batch", "without_times"]
 
 _PLACEHOLDER = re.compile(r"\\\{([^{}]*)\\\}")
 
@@ -43,7 +43,7 @@ def pattern_of(name: str, run_name: str) -> re.Pattern[str]:
     return re.compile(_PLACEHOLDER.sub(number, re.escape(without_times(name, run_name))))
 
 
-def batch_of(saved: Checkpoint) -> int | None:
+def saved_batch(saved: Checkpoint) -> int | None:
     """Returns the batch a checkpoint was saved after; None if it holds weights only."""
     key = next((k for k in saved.under("state", "timestamp") if k.endswith(".batch")), None)
     batch = None if key is None else saved.object(key)

@@ -156,7 +156,7 @@ def save_checkpoint(
     """
     if isinstance(state, _Written):
         return state.saved_path
-    return _Snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
+    return _SavedState(state, save_filename, weights_only, ignore_keys).write(_savers(state))
 
 
 def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None = None) -> None:
@@ -171,7 +171,7 @@ def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None
         composers._write_checkpoint_file(state_dict, str(temporary))
 
 
-class _Snapshot:
+class _SavedState:
     """The state to save, and the place for it. Collective: yes.
 
     Args:
@@ -376,7 +376,7 @@ class _Background:
         self.error: Exception | None = None
         self.written: _Written | None = None
 
-    def start(self, snapshot: _Snapshot, link: Path | None, state: State) -> None:
+    def start(self, snapshot: _SavedState, link: Path | None, state: State) -> None:
         """Copies what is to be saved, and writes the copy in a thread. Collective: no."""
         snapshot.values = self.staging.copy(snapshot.values)
         target = snapshot.path.parent if snapshot.sharded else snapshot.path
@@ -445,7 +445,7 @@ def save_in_background(
     name = composers.get_save_filename(state, saver.filename.format(state, keep_placeholders=True))
     # The checkpoint lists itself, as it does without a background.
     saver.all_saved_checkpoints_to_timestamp[name] = state.timestamp
-    snapshot = _Snapshot(state, name, saver.weights_only, saver.ignore_keys)
+    snapshot = _SavedState(state, name, saver.weights_only, saver.ignore_keys)
     latest = saver.latest_filename if saver.num_checkpoints_to_keep != 0 else None
     link = None if latest is None else Path(latest.format(state))
     background.start(snapshot, link, state)

@@ -17,7 +17,7 @@ from composer_fsdp2.checkpoint.source import open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import on_all_ranks
 from composer_fsdp2.trainer.checkpoint.autoresume import was_searched
-from composer_fsdp2.trainer.checkpoint.names import COUNTS, batch_of, pattern_of, without_times
+from composer_fsdp2.trainer.checkpoint.names import COUNTS, pattern_of, saved_batch, without_times
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = ["check_save_folder", "refuse_later_checkpoints"]
@@ -133,7 +133,7 @@ def _is_later(counts: Mapping[str, int], now: Timestamp, path: Path | None) -> b
         if path is None:
             return True
         try:
-            batch = batch_of(open_checkpoint(path))
+            batch = saved_batch(open_checkpoint(path))
         except CheckpointError:
             return True
         return batch is None or batch > now.batch

@@ -159,7 +159,9 @@ def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any
 
 
 def _as_in_model(tensor: torch.Tensor, form: _Form | None) -> torch.Tensor:
-    return form.to_usual(tensor) if isinstance(form, Held) else to_model_order(tensor, form)
+    return (
+        form.to_checkpoint_form(tensor) if isinstance(form, Held) else to_model_order(tensor, form)
+    )
 
 
 def load_ema(
@@ -296,5 +298,9 @@ def _fill(
                 f"{tuple(shape)}. The average would go on from another model's. Leave the "
                 "algorithms out with load_ignore_keys: [state/algorithms]."
             )
-        value = form.from_usual(value, tensor) if is_held else to_ranks_order(value, form, tensor)
+        value = (
+            form.from_checkpoint_form(value, tensor)
+            if is_held
+            else to_ranks_order(value, form, tensor)
+        )
         tensor.copy_(value if isinstance(value, DTensor) else shard_like(value, tensor))

@@ -28,7 +28,7 @@ from composer_fsdp2.trainer.override_attribute import override_attribute
 __all__ = [
     "agreed_metric",
     "check_loss",
-    "freeze_layers",
+    "freeze_named_parameters",
     "keep_learning_rates",
     "log_optimizer",
     "logged_norms",
@@ -189,7 +189,9 @@ def record_memory(original: Callable[..., None], callback: Any, state: State, lo
 # --- LLM Foundry's. ---
 
 
-def freeze_layers(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:
+def freeze_named_parameters(
+    original: Callable[..., None], callback: Any, state: State, logger: Any
+) -> None:
     """Lets `LayerFreezing` find parameters by plain names under activation checkpointing."""
     if state.fsdp_config_version != 2:
         original(callback, state, logger)

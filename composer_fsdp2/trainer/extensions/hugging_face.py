@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError, PlanError
-from composer_fsdp2.parallel.division import whole_sequences
+from composer_fsdp2.parallel.parallelism import whole_sequences
 from composer_fsdp2.parallel.tensor.transformation import draw_together
 from composer_fsdp2.ranks import any_rank, on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_summoned, summon_full_params

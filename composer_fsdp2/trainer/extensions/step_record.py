@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from composer_fsdp2.optim import norms
 
-__all__ = ["NAME", "Recorder", "gradient_norm"]
+__all__ = ["NAME", "Recorder", "recorded_norm"]
 
 NAME = "composer_fsdp2_recorder"
 """in LLM Foundry's registry of algorithms"""
@@ -45,13 +45,13 @@ class Recorder(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Collective: yes, under FSDP."""
         if event == Event.AFTER_TRAIN_BATCH:
-            self.norm = gradient_norm(state.model)
+            self.norm = recorded_norm(state.model)
             return
         if composer_dist.get_global_rank() == 0:
             line = {
                 "number": state.timestamp.batch.value,
                 "loss": state.total_loss_dict["loss/train/total"],
-                "gradient_norm": self.norm,
+                "recorded_norm": self.norm,
             }
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -60,7 +60,7 @@ class Recorder(Algorithm):
             state.stop_training()
 
 
-def gradient_norm(model: nn.Module) -> float:
+def recorded_norm(model: nn.Module) -> float:
     """Returns the 2-norm of all gradients of a model, which stay as they are.
 
     Under FSDP1 they are multiplied by 1, or by NaN where the norm is infinite already.

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_fsdp2.config.group_size import ranks_of_a_batch, written_group_size
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.division import BatchGroup
+from composer_fsdp2.parallel.parallelism import BatchGroup
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.prepare.settings import TrainerFSDP2Config
 from composer_fsdp2.step.run import run_of

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
-from composer_fsdp2.checkpoint.convert import write_full, write_sharded
+from composer_fsdp2.checkpoint.convert import convert_to_sharded, write_full
 from composer_fsdp2.checkpoint.huggingface import write_huggingface
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.pickles import TRUST_VARIABLE
@@ -47,7 +47,7 @@ def folder(tmp_path) -> Path:
 def save_ours(path: Path, state: dict[str, Any]) -> Path:
     file = save_file(path.with_suffix(".source"), state)
     # More than one tensor to a file, and more than one file.
-    write_sharded(open_checkpoint(file), path, 12_000, lambda *_: None)
+    convert_to_sharded(open_checkpoint(file), path, 12_000, lambda *_: None)
     file.unlink()
     return path
 
@@ -407,7 +407,7 @@ def test_trusted_checkpoints_may(tmp_path: Path, monkeypatch):
 # --- Destinations. ---
 
 WRITERS: dict[str, Callable[..., object]] = {
-    "sharded": lambda source, path, advance: write_sharded(source, path, 10**9, advance),
+    "sharded": lambda source, path, advance: convert_to_sharded(source, path, 10**9, advance),
     "full": write_full,
     "hf": lambda source, path, advance: write_huggingface(
         source, path, 10**9, advance, config=path.parent / "config.json"

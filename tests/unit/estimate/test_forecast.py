@@ -23,7 +23,7 @@ from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.prepare.model import TRANSFORMATIONS
 from composer_fsdp2.prepare.plan import PreparePlan
 from composer_fsdp2.prepare.trace import traced_settings
-from composer_fsdp2.tools.doctor import Gpu, memory_findings
+from composer_fsdp2.tools.doctor import LocalGpu, memory_findings
 from tests.support.models import WIDTH
 from tests.support.plan_layouts import Dense, Layout, work_of
 
@@ -135,9 +135,9 @@ def test_what_is_offloaded_is_not_on_the_device(monkeypatch):
 def test_doctor_tells_a_run_that_cannot_fit(monkeypatch):
     found = predicted(Dense(), Layout(2), monkeypatch)
     kept = sum(found.held.values())
-    assert list(memory_findings(found, Gpu("GPU", 2 * found.peak_bytes, (9, 0)))) == []
-    (maybe,) = memory_findings(found, Gpu("GPU", found.peak_bytes, (9, 0)))
-    (never,) = memory_findings(found, Gpu("GPU", kept - 1, (9, 0)))
+    assert list(memory_findings(found, LocalGpu("GPU", 2 * found.peak_bytes, (9, 0)))) == []
+    (maybe,) = memory_findings(found, LocalGpu("GPU", found.peak_bytes, (9, 0)))
+    (never,) = memory_findings(found, LocalGpu("GPU", kept - 1, (9, 0)))
     assert (maybe.level, never.level) == ("warning", "problem")
     assert "The first step would run out of memory." in never.what
 

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_fsdp2.optim.muon.exchange import (
-    Division,
-    Exchange,
     Matrix,
-    Part,
+    MatrixExchange,
+    MatrixPart,
+    MatrixSplit,
     Ranks,
     Way,
     plan_exchange,
 )
-from composer_fsdp2.optim.muon.newton_schulz import Layout
+from composer_fsdp2.optim.muon.newton_schulz import MatrixLayout
 from composer_fsdp2.parallel.row_order import RowOrder
 
 LARGE = 2**27
@@ -31,21 +31,21 @@ def ranks_of(shards: int, replicas: int = 1) -> list[Ranks]:
     return [Ranks(shards, replicas, rank, tuple(range(count)), count) for rank in range(count)]
 
 
-def divided(shape: tuple[int, ...], layout: Layout, dim: int = 0) -> Division:
+def divided(shape: tuple[int, ...], layout: MatrixLayout, dim: int = 0) -> MatrixSplit:
     """Along one axis, of as many shards as the ranks will have."""
-    return Division(shape, layout, (0,), ((0, dim),))
+    return MatrixSplit(shape, layout, (0,), ((0, dim),))
 
 
-def among(params: list[Division], ranks: list[Ranks]) -> tuple[Division, ...]:
+def among(params: list[MatrixSplit], ranks: list[Ranks]) -> tuple[MatrixSplit, ...]:
     sizes = (ranks[0].shards,)
     return tuple(replace(param, sizes=sizes) if param.sizes == (0,) else param for param in params)
 
 
-def exchanges(params: list[Division], ranks: list[Ranks], limit: int) -> list[Exchange]:
+def exchanges(params: list[MatrixSplit], ranks: list[Ranks], limit: int) -> list[MatrixExchange]:
     return [plan_exchange(among(params, ranks), rank, limit) for rank in ranks]
 
 
-def shards_of(values: list[torch.Tensor], params: tuple[Division, ...], shard: int):
+def shards_of(values: list[torch.Tensor], params: tuple[MatrixSplit, ...], shard: int):
     """Cuts as torch does, axis after axis, in the order of the ranks."""
     found = []
     for value, division in zip(values, params, strict=True):
@@ -74,22 +74,22 @@ def carry(ways: list[Way], values: list[list[list[torch.Tensor]]]):
     return received
 
 
-def assembled(parts: list[tuple[Part, torch.Tensor]]) -> dict[Matrix, torch.Tensor]:
+def assembled(parts: list[tuple[MatrixPart, torch.Tensor]]) -> dict[Matrix, torch.Tensor]:
     wholes = {part.matrix: torch.zeros(part.matrix.shape) for part, _ in parts}
     for part, value in parts:
         wholes[part.matrix][part.there] = value
     return wholes
 
 
-def run_all(params: list[Division], ranks: list[Ranks], limit: int) -> list[Exchange]:
-    """Runs `Exchange.run` by hand on all ranks, doubling the values on the way."""
+def run_all(params: list[MatrixSplit], ranks: list[Ranks], limit: int) -> list[MatrixExchange]:
+    """Runs `MatrixExchange.run` by hand on all ranks, doubling the values on the way."""
     values = [torch.randn(param.shape) for param in params]
     planned = exchanges(params, ranks, limit)
     held = [shards_of(values, among(params, ranks), rank.me % rank.shards) for rank in ranks]
     results = [[torch.full_like(part, math.nan) for part in parts] for parts in held]
     computed = [torch.zeros_like(value) for value in values]
 
-    def put(rank: int, part: Part, value: torch.Tensor) -> None:
+    def put(rank: int, part: MatrixPart, value: torch.Tensor) -> None:
         target = results[rank][part.matrix.param]
         assert target[part.here].isnan().all()
         target[part.here] = value
@@ -132,7 +132,7 @@ def run_all(params: list[Division], ranks: list[Ranks], limit: int) -> list[Exch
 matrices = st.builds(
     lambda rows, columns, joined, turns: divided(
         (rows * joined * turns, columns),
-        Layout((rows * turns,) * joined if joined > 1 else None, turns=turns),
+        MatrixLayout((rows * turns,) * joined if joined > 1 else None, turns=turns),
     ),
     st.integers(1, 19),
     st.integers(1, 5),
@@ -140,16 +140,16 @@ matrices = st.builds(
     st.integers(1, 2),
 )
 transposed = st.builds(
-    lambda rows, columns: divided((rows, 4 * columns), Layout((2 * columns,) * 2, True, 2)),
+    lambda rows, columns: divided((rows, 4 * columns), MatrixLayout((2 * columns,) * 2, True, 2)),
     st.integers(1, 9),
     st.integers(1, 4),
 )
 lists = st.builds(
-    lambda count, rows: divided((count, rows, 3), Layout()),
+    lambda count, rows: divided((count, rows, 3), MatrixLayout()),
     st.integers(1, 9),
     st.integers(1, 4),
 )
-columns = st.builds(lambda n: divided((3, 4 * n), Layout(), 1), st.integers(1, 4))
+columns = st.builds(lambda n: divided((3, 4 * n), MatrixLayout(), 1), st.integers(1, 4))
 
 
 @pytest.mark.matrix
@@ -166,9 +166,9 @@ def test_every_row_is_computed_once_and_comes_home(params, shards, replicas, lim
 # --- Two axes: one of shards, one of tensor parallelism. ---
 
 
-def on_two_axes(draw: st.DrawFn) -> tuple[list[Division], int, int]:
+def on_two_axes(draw: st.DrawFn) -> tuple[list[MatrixSplit], int, int]:
     shards, degree = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    found: list[Division] = []
+    found: list[MatrixSplit] = []
     for _ in range(draw(st.integers(1, 4))):
         first, other = draw(st.integers(1, 9)), draw(st.integers(1, 5))
         blocks = tuple(degree * size for size in draw(st.lists(st.integers(1, 4), max_size=3)))
@@ -176,24 +176,24 @@ def on_two_axes(draw: st.DrawFn) -> tuple[list[Division], int, int]:
             own = sum(blocks) // degree
             padding = -own % shards
             order = RowOrder(blocks, degree, 0, padding)
-            layout = Layout(blocks if len(blocks) > 1 else None)
+            layout = MatrixLayout(blocks if len(blocks) > 1 else None)
             cuts = ((1, 0), (0, 0))
             shape = (sum(blocks), other)
-            found.append(Division(shape, layout, (shards, degree), cuts, order))
+            found.append(MatrixSplit(shape, layout, (shards, degree), cuts, order))
         else:  # rows between shards, columns between the ranks of a tensor group
             shape = (first, degree * other)
             cuts = ((0, 0), (1, 1))
-            found.append(Division(shape, Layout(), (shards, degree), cuts))
+            found.append(MatrixSplit(shape, MatrixLayout(), (shards, degree), cuts))
     return found, shards * degree, draw(st.sampled_from([4, 100, LARGE]))
 
 
 @given(st.composite(on_two_axes)())
-def test_parts_on_two_axes_come_home(drawn: tuple[list[Division], int, int]):
+def test_parts_on_two_axes_come_home(drawn: tuple[list[MatrixSplit], int, int]):
     params, ranks, limit = drawn
     run_all(params, ranks_of(ranks), limit)
 
 
-def collectives(planned: Exchange) -> int:
+def collectives(planned: MatrixExchange) -> int:
     return sum(way.starts for ways in planned.buckets for way in ways)
 
 
@@ -202,7 +202,7 @@ def owned(ways: tuple[Way, Way]) -> list[Matrix]:
 
 
 def test_eighteen_rows_on_eight_ranks():
-    (param,) = params = [divided((18, 4), Layout())]
+    (param,) = params = [divided((18, 4), MatrixLayout())]
     ranks = ranks_of(8)
     values = [torch.zeros(18, 4)]
     held = [shards_of(values, among(params, ranks), shard)[0] for shard in range(8)]
@@ -214,13 +214,13 @@ def test_eighteen_rows_on_eight_ranks():
 
 
 def test_lists_of_matrices_do_not_travel():
-    planned = run_all([divided((9, 4, 4), Layout())], ranks_of(4), LARGE)
+    planned = run_all([divided((9, 4, 4), MatrixLayout())], ranks_of(4), LARGE)
     assert [*map(collectives, planned)] == [0] * 4
-    copies = run_all([divided((9, 4, 4), Layout())], ranks_of(2, 2), LARGE)
+    copies = run_all([divided((9, 4, 4), MatrixLayout())], ranks_of(2, 2), LARGE)
     assert [*map(collectives, copies)] == [1] * 4  # the way back alone
 
 
-def _loads(planned: list[Exchange]) -> list[int]:
+def _loads(planned: list[MatrixExchange]) -> list[int]:
     return [
         sum(matrix.work for ways in exchange.buckets for matrix in owned(ways))
         for exchange in planned
@@ -230,13 +230,13 @@ def _loads(planned: list[Exchange]) -> list[int]:
 @pytest.mark.parametrize(("shards", "replicas"), [(8, 1), (4, 2), (2, 4)])
 def test_work_is_spread_over_all_copies(shards: int, replicas: int):
     layer = [(64, 64)] * 4 + [(128, 64)] * 2 + [(64, 128)]
-    params = [divided(shape, Layout()) for shape in layer * 6]
+    params = [divided(shape, MatrixLayout()) for shape in layer * 6]
     loads = _loads(exchanges(params, ranks_of(shards, replicas), LARGE))
     assert max(loads) <= 1.1 * sum(loads) / len(loads)
 
 
 def test_buckets_are_limited_and_keep_every_rank_busy():
-    params = [divided((16, 16), Layout())] * 24
+    params = [divided((16, 16), MatrixLayout())] * 24
     (planned, *_) = exchanges(params, ranks_of(4), limit=2 * 16 * 16)
     assert len(planned.buckets) == 3  # two matrices a rank at a time
     (least, *_) = exchanges(params, ranks_of(4), limit=1)
@@ -247,6 +247,6 @@ def test_buckets_are_limited_and_keep_every_rank_busy():
 
 
 def test_joined_projections_are_spread_too():
-    params = [divided((24, 8), Layout((8, 8, 8)))] * 2
+    params = [divided((24, 8), MatrixLayout((8, 8, 8)))] * 2
     loads = _loads(exchanges(params, ranks_of(3), LARGE))
     assert len(set(loads)) == 1

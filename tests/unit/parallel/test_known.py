@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from composer_fsdp2 import PlanError
-from composer_fsdp2.parallel.tensor.known import known_block
+from composer_fsdp2.parallel.tensor.known import known_layers
 from tests.dist.test_tensor_parallel import llama
 from tests.unit.parallel.test_computed_weights import planned
 
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {"d_model": 8, "n_heads": 2, "kv_n_heads": 2, "head_dim"
 
 
 def test_one_with_all_sizes_is_divided_by_heads():
-    block = known_block("attn", MultiheadAttention(**SIZES))
+    block = known_layers("attn", MultiheadAttention(**SIZES))
     assert block is not None
     assert block.cuts["Wqkv"].blocks == (8, 8, 8)
     assert block.heads == {"query heads": 2, "key and value heads": 2}
@@ -36,7 +36,7 @@ def test_one_with_all_sizes_is_divided_by_heads():
 @pytest.mark.parametrize("value", [None, 2.0, "2"])
 def test_another_one_of_this_name_is_refused(missing: str, value: Any):
     with pytest.raises(PlanError, match=f"'attn' cannot be divided .*'{missing}' is {value!r}"):
-        known_block("attn", MultiheadAttention(**{**SIZES, missing: value}))
+        known_layers("attn", MultiheadAttention(**{**SIZES, missing: value}))
 
 
 @pytest.mark.parametrize("key", ["Wqkv", "out_proj"])
@@ -44,14 +44,14 @@ def test_one_with_another_layer_in_it_is_refused(key: str):
     module = MultiheadAttention(**SIZES)
     setattr(module, key, nn.Identity())
     with pytest.raises(PlanError, match=f"its {key} is a Identity"):
-        known_block("attn", module)
+        known_layers("attn", module)
 
 
 def test_one_with_more_rows_than_its_heads_have_is_refused():
     module = MultiheadAttention(**SIZES)
     module.Wqkv = nn.Linear(8, 32)
     with pytest.raises(PlanError, match=r"its Wqkv is 32 wide, not \(8, 8, 8\)"):
-        known_block("attn", module)
+        known_layers("attn", module)
 
 
 class Separate(nn.Module):
@@ -67,10 +67,10 @@ class Separate(nn.Module):
 
 @pytest.mark.parametrize("width", ["hidden_size", "embed_dim"])
 def test_a_width_is_divided_where_it_is_that_of_all_heads(width: str):
-    block = known_block("attn", Separate(num_heads=8, **{width: 32}))
+    block = known_layers("attn", Separate(num_heads=8, **{width: 32}))
     assert block is not None
     assert block.counts == {"num_heads": 8, width: 32}
-    other = known_block("attn", Separate(num_heads=8, **{width: 16}))
+    other = known_layers("attn", Separate(num_heads=8, **{width: 16}))
     assert other is not None
     assert other.counts == {"num_heads": 8}
 

@@ -20,9 +20,9 @@ from composer_fsdp2.foundry.findings import Finding
 from composer_fsdp2.patches import PATCHES, PatchState
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.tools.doctor import (
-    Gpu,
+    LocalGpu,
     Machine,
-    Run,
+    RunFacts,
     describe_run,
     examine,
     mesh_of,
@@ -52,7 +52,7 @@ FITS = PatchState(
 MACHINE = Machine(
     versions={"torch": "2.7.0", "mosaicml": "0.32.1", "llm-foundry": "0.22.0"}, patches=(FITS,)
 )
-RUN = Run(
+RUN = RunFacts(
     asks="FSDP2", settings=parse_config({}), ranks=8, ranks_per_node=8, on_gpus=True, others={}
 )
 HSDP = {"data_parallel_shard_degree": 8, "data_parallel_replicate_degree": -1}
@@ -62,15 +62,15 @@ def machine(**changes: Any) -> Machine:
     return dataclasses.replace(MACHINE, **changes)
 
 
-def run(fsdp2: dict[str, Any] | None = None, **changes: Any) -> Run:
+def run(fsdp2: dict[str, Any] | None = None, **changes: Any) -> RunFacts:
     """The good run, with FSDP2 settings and other facts; keys with dots are those of `others`."""
-    others = {key: value for key, value in changes.items() if key not in Run.__slots__}
-    facts = {key: value for key, value in changes.items() if key in Run.__slots__}
+    others = {key: value for key, value in changes.items() if key not in RunFacts.__slots__}
+    facts = {key: value for key, value in changes.items() if key in RunFacts.__slots__}
     settings = parse_config(fsdp2 or {})
     return dataclasses.replace(RUN, settings=settings, written=fsdp2 or {}, others=others, **facts)
 
 
-def fsdp1(**changes: Any) -> Run:
+def fsdp1(**changes: Any) -> RunFacts:
     return dataclasses.replace(run(**changes), asks="FSDP1", settings=None)
 
 
@@ -84,7 +84,7 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2"}
 SWITCHED = {"FSDP_VERSION": "2"}
 
 # What is said -> (machine, run, level, part of what it says, part of what to do).
-CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
+CASES: dict[str, tuple[Machine, RunFacts | None, str, str, str]] = {
     "patch": (machine(patches=(FITS, MISFIT)), None, "problem", "1 of 2", "mosaicml 0.32.1"),
     "feature": (machine(patches=(FITS, OFF)), None, "warning", "SWA", "mosaicml 0.32.1"),
     "version": (
@@ -265,7 +265,7 @@ def test_architectures_that_torch_has_code_for(capability, built_for, expected: 
     ("capability", "cuda"), [((10, 0), "12.8 or newer"), ((7, 0), "12.6 or older")]
 )
 def test_a_gpu_without_kernels_is_a_problem(capability, cuda: str):
-    gpus = (Gpu("B200", 2**37, capability),) * 8
+    gpus = (LocalGpu("B200", 2**37, capability),) * 8
     here = machine(versions={**MACHINE.versions, "torch": "2.7.0+cu118"}, gpus=gpus)
     (found,) = examine(dataclasses.replace(here, built_for=("sm_80", "sm_90")), None)
     assert found.level == "problem"
@@ -302,7 +302,7 @@ def test_a_finding(case: str):
     assert advice in found.advice
 
 
-def said(on: Machine, asked: Run | None) -> list[tuple[str, str]]:
+def said(on: Machine, asked: RunFacts | None) -> list[tuple[str, str]]:
     return [(found.level, found.what) for found in examine(on, asked)]
 
 

@@ -20,8 +20,8 @@ from composer_fsdp2.tools.parity import (
     SHORT,
     TOLERANCES,
     WRITERS,
-    Comparison,
     Job,
+    RunComparison,
     Step,
     check_same,
     differences,
@@ -41,8 +41,8 @@ def steps_of(*values: tuple[float, float]) -> tuple[Step, ...]:
     return tuple(Step(number, *pair) for number, pair in enumerate(values, start=1))
 
 
-def compared(old: Any, new: Any, tolerance: float = 1e-5) -> Comparison:
-    return Comparison(steps_of(*old), steps_of(*new), tolerance)
+def compared(old: Any, new: Any, tolerance: float = 1e-5) -> RunComparison:
+    return RunComparison(steps_of(*old), steps_of(*new), tolerance)
 
 
 # --- Arithmetic. ---

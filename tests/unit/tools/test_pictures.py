@@ -23,10 +23,10 @@ from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.tools.parity import Comparison, Step
+from composer_fsdp2.tools.parity import RunComparison, Step
 from composer_fsdp2.tools.pictures import (
     MOST_ROWS,
-    check_destination,
+    check_picture_path,
     comparison_picture,
     elements_text,
     plan_picture,
@@ -206,7 +206,11 @@ def test_a_tied_parameter_counts_once():
 def test_text_of_two_runs_is_apart_and_on_the_page():
     old = tuple(Step(n, 5.0 - n / 10, 1.0) for n in range(1, 9))
     new = tuple(dataclasses.replace(step, loss=step.loss * (1 + 1e-7)) for step in old)
-    for runs in (Comparison(old, new, 1e-5), Comparison(old, new, 0.0), Comparison(old, old, 1e-5)):
+    for runs in (
+        RunComparison(old, new, 1e-5),
+        RunComparison(old, new, 0.0),
+        RunComparison(old, old, 1e-5),
+    ):
         check_text(comparison_picture(runs, ("old", "new"), "Two runs"))
         check_text(comparison_picture(runs, ("old", "new"), "Losses", ["loss"]))
 
@@ -239,13 +243,13 @@ def test_numbers_have_three_digits(count: float, text: str):
 )
 def test_a_picture_that_cannot_be_written(tmp_path: Path, name: str, said: str):
     with pytest.raises(ConfigError, match=said):
-        check_destination(tmp_path / name)
+        check_picture_path(tmp_path / name)
 
 
 def test_without_matplotlib_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'composer-fsdp2\[plot\]'"):
-        check_destination(Path("plan.svg"))
+        check_picture_path(Path("plan.svg"))
 
 
 @pytest.mark.table

@@ -3,11 +3,11 @@
 [Note: dividing] Tensor, expert and sequence parallelism live in a folder each. Other rooms know of
 them:
 
-- the entry in `TRANSFORMATIONS`: a `Division`, which refuses, plans and changes the model;
-- the `Divided` that its `apply_on` returns: it is told when the model is sharded, when the
-  optimizer has the shards, and when a forward begins;
+- the entry in `TRANSFORMATIONS`: a `Parallelism`, which refuses, plans and changes the model;
+- the `AppliedParallelism` that its `apply_on` returns: it is told when the model is sharded, when
+  the optimizer has the shards, and when a forward begins;
 - `run_of(model).batch_group`: the ranks that read one batch, by which the Trainer deals data and
-  counts samples. They are a `RankGroup`, the kind of `Divided` that says so;
+  counts samples. They are a `SameBatchGroup`, the kind of `AppliedParallelism` that says so;
 - `row_order.py`: how ranks hold the rows of a parameter, asked by the optimizer, `summon` and
   checkpoints for one parameter at a time;
 - `held.py`: which ranks hold a parameter such as an expert's, asked by the same rooms, by norms and
@@ -48,11 +48,11 @@ __all__ = [
     "DRAWN",
     "DRAWS",
     "TRIED",
+    "AppliedParallelism",
     "BatchGroup",
-    "Divided",
-    "Division",
     "GroupSizes",
-    "RankGroup",
+    "Parallelism",
+    "SameBatchGroup",
     "are_whole",
     "untried_items",
     "whole_sequences",
@@ -139,7 +139,7 @@ class GroupSizes:
         )
 
 
-class Division(Transformation[Plan]):
+class Parallelism(Transformation[Plan]):
     """A transformation that divides a model or its batches between ranks; see [Note: dividing]."""
 
     def apply(self, tree: ModuleTree, plan: Plan) -> None:
@@ -147,11 +147,11 @@ class Division(Transformation[Plan]):
         raise NotImplementedError
 
     @abstractmethod
-    def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> Divided:
+    def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> AppliedParallelism:
         """Changes the model before it is sharded. Collective: yes, over the default group.
 
         Returns:
-            A `RankGroup` where ranks read one batch from now on.
+            A `SameBatchGroup` where ranks read one batch from now on.
         """
 
     def sizes(
@@ -170,7 +170,7 @@ class Division(Transformation[Plan]):
         return None
 
 
-class Divided:
+class AppliedParallelism:
     """A division of a model that is applied. Methods that it does not define do nothing."""
 
     def connect(self, model: nn.Module) -> None:
@@ -183,7 +183,7 @@ class Divided:
         """Is called when a forward of the whole model begins. Collective: as the division says."""
 
 
-class RankGroup(Divided):
+class SameBatchGroup(AppliedParallelism):
     """Ranks that compute one batch together, because a division has made them.
 
     Args:
@@ -256,7 +256,7 @@ class RankGroup(Divided):
 class BatchGroup:
     """The ranks that read the same batch, next to each other: those of all divisions of a run."""
 
-    parts: tuple[RankGroup, ...]
+    parts: tuple[SameBatchGroup, ...]
 
     @property
     def size(self) -> int:
