@@ -32,7 +32,7 @@ _Decisions = Annotated[
 # Written out, because help imports none of their tables.
 _DIALECTS = (
     "Instead of recognising it: composer, composer-fsdp2, fsdp2-mixed, accelerate, "
-    "accelerate-deepspeed, deepspeed, huggingface, huggingface-deepspeed, roll or verl."
+    "accelerate-deepspeed, deepspeed, huggingface, huggingface-deepspeed or roll."
 )
 
 
@@ -66,9 +66,8 @@ def migrate(
 
     CONFIG is YAML or JSON in one of these dialects, recognised from its content: Composer and LLM
     Foundry (FSDP1, or `FSDP_VERSION=2`), Accelerate and Hugging Face `TrainingArguments` (FSDP or
-    DeepSpeed), axolotl, ROLL, verl, DeepSpeed. It stays as it is; everything else in it, comments
-    included, is in the new file unchanged. A decision that you have to take is a comment at its
-    place there.
+    DeepSpeed), ROLL, DeepSpeed. It stays as it is; everything else in it, comments included, is in
+    the new file unchanged. A decision that you have to take is a comment at its place there.
 
     - `composer-fsdp2 migrate old.yaml -o new.yaml`: exit code 1 if something is left to decide; `>`
     in place of `-o` writes the same file

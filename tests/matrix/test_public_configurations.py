@@ -49,7 +49,7 @@ def sequence(degree: int, method: str) -> dict[str, Any]:
 
 BF16, FP16 = {"precision": "amp_bf16"}, {"precision": "amp_fp16"}
 FP32 = {"precision": "fp32"}
-VERL = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+ROLL = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +90,11 @@ EIGHT, FOUR, TWO = (LAUNCHER.format(ranks=ranks) for ranks in (8, 4, 2))
 
 CASES: dict[str, Public] = {}
 
-# --- Accelerate and TRL, FSDP. ---
+# --- Accelerate, FSDP. ---
 
 CASES.update(
     {
-        "trl fsdp1": Public(
+        "accelerate fsdp1": Public(
             text=f"""{EIGHT}
 distributed_type: FSDP
 fsdp_config:
@@ -115,7 +115,7 @@ mixed_precision: bf16
             fsdp2={AC: False, **AUTO, **FULL, **reduced("bf16")},
             beside=BF16,
         ),
-        "trl fsdp2": Public(
+        "accelerate fsdp2": Public(
             text=f"""{EIGHT}
 # Requires accelerate 1.7.0 or higher
 distributed_type: FSDP
@@ -133,7 +133,7 @@ mixed_precision: bf16
             fsdp2={AC: False, **AUTO, **FULL, **reduced("bf16", output_dtype="bf16")},
             beside=BF16,
         ),
-        "trl context parallel, 2 GPUs": Public(
+        "accelerate context parallel, 2 GPUs": Public(
             text=f"""{TWO}
 distributed_type: FSDP
 fsdp_config:
@@ -304,11 +304,11 @@ gradient_checkpointing: true
     }
 )
 
-# --- Accelerate and TRL, DeepSpeed. ---
+# --- Accelerate, DeepSpeed. ---
 
 CASES.update(
     {
-        "trl zero3": Public(
+        "accelerate zero3": Public(
             text=f"""{EIGHT}
 deepspeed_config:
   deepspeed_multinode_launcher: standard
@@ -324,7 +324,7 @@ mixed_precision: bf16
             fsdp2={**AUTO, **FULL, **reduced("bf16")},
             beside=BF16,
         ),
-        "trl zero2, clipped": Public(
+        "accelerate zero2, clipped": Public(
             text=f"""{EIGHT}
 deepspeed_config:
   deepspeed_multinode_launcher: standard
@@ -341,7 +341,7 @@ mixed_precision: 'no'
             fsdp2={**KEEP, "mixed_precision": "FULL"},
             beside={**FP32, **clipped(1.0)},
         ),
-        "trl alst_ulysses_4gpu": Public(
+        "accelerate alst_ulysses_4gpu": Public(
             text=f"""{FOUR}
 deepspeed_config:
   zero_stage: 3
@@ -366,7 +366,7 @@ parallelism_config:
             beside=BF16,
             ranks=4,
         ),
-        "trl alst_ulysses_4gpu, when it was called context parallelism": Public(
+        "accelerate alst_ulysses_4gpu, when it was called context parallelism": Public(
             text=f"""{FOUR}
 deepspeed_config: {{zero_stage: 3, zero3_init_flag: false, zero3_save_16bit_model: false}}
 distributed_type: DEEPSPEED
@@ -565,7 +565,7 @@ CASES.update(
     }
 )
 
-# --- TrainingArguments, LLaMA-Factory and axolotl. ---
+# --- TrainingArguments. ---
 
 ZERO2 = {
     "train_batch_size": "auto",
@@ -587,37 +587,15 @@ ZERO3 = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
-FACTORY = """
-### model
+ARGUMENTS = """
 model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
 trust_remote_code: true
-### method
-stage: sft
 do_train: true
-finetuning_type: full
-### dataset
-dataset: identity,alpaca_en_demo
-template: llama3
-cutoff_len: 2048
-### output
 output_dir: saves/llama3-8b/full/sft
 logging_steps: 10
-### train
 per_device_train_batch_size: 1
 gradient_accumulation_steps: 2
 learning_rate: 1.0e-5
-"""
-AXOLOTL = """
-base_model: NousResearch/Llama-3.2-1B
-datasets:
-  - path: yahma/alpaca-cleaned
-    type: alpaca
-sequence_len: 2048
-sample_packing: true
-micro_batch_size: 1
-optimizer: adamw_torch_fused
-learning_rate: 2e-5
-flash_attention: true
 """
 
 CASES.update(
@@ -657,8 +635,8 @@ training:
             },
             beside=FP16,
         ),
-        "llama-factory zero2": Public(
-            text=f"""{FACTORY}
+        "training arguments, zero2": Public(
+            text=f"""{ARGUMENTS}
 deepspeed: examples/deepspeed/ds_z2_config.json
 bf16: true
 max_grad_norm: 0.5
@@ -668,24 +646,24 @@ max_grad_norm: 0.5
             fsdp2={**KEEP, **reduced("bf16")},
             beside={**BF16, **clipped(0.5)},
         ),
-        "llama-factory zero3, checkpointing on": Public(
-            text=f"""{FACTORY}
+        "training arguments, zero3, checkpointing on": Public(
+            text=f"""{ARGUMENTS}
 deepspeed: examples/deepspeed/ds_z3_config.json
 fp16: true
 max_grad_norm: 1.0
-disable_gradient_checkpointing: false
+gradient_checkpointing: true
 """,
             files={"examples/deepspeed/ds_z3_config.json": ZERO3},
             dialect="huggingface-deepspeed",
             fsdp2={**AUTO, **FULL, **reduced("fp16"), AC: True},
             beside={**FP16, **clipped(1.0)},
         ),
-        "llama-factory zero3 offload, checkpointing off": Public(
-            text=f"""{FACTORY}
+        "training arguments, zero3 offload, checkpointing off": Public(
+            text=f"""{ARGUMENTS}
 deepspeed: ds_z3_offload_config.json
 bf16: true
 max_grad_norm: 1.0
-disable_gradient_checkpointing: true
+gradient_checkpointing: false
 """,
             files={
                 "ds_z3_offload_config.json": {
@@ -701,18 +679,6 @@ disable_gradient_checkpointing: true
             fsdp2={**AUTO, **FULL, **reduced("bf16"), "cpu_offload": True, AC: False},
             beside={**BF16, **clipped(1.0)},
         ),
-        "llama-factory fsdp in fp8": Public(
-            text=f"""{FACTORY}
-fsdp: full_shard auto_wrap
-bf16: true
-fp8: true
-fp8_backend: torchao
-fp8_enable_fsdp_float8_all_gather: true
-""",
-            dialect="huggingface",
-            fsdp2={**AUTO, **FULL, **reduced("bf16"), "fp8": {"all_gather": True}},
-            beside=BF16,
-        ),
         "deepspeed without clipping of its own": Public(
             text="""
 deepspeed: {zero_optimization: {stage: 2}, bf16: {enabled: true}}
@@ -723,240 +689,13 @@ gradient_checkpointing: true
             fsdp2={**KEEP, **reduced("bf16"), AC: True},
             beside=BF16,
         ),
-        "axolotl fsdp1": Public(
-            text=f"""{AXOLOTL}
-bf16: true
-gradient_checkpointing: true
-gradient_checkpointing_kwargs: {{use_reentrant: true}}
-fsdp:
-  - full_shard
-  - auto_wrap
-fsdp_config:
-  fsdp_limit_all_gathers: true
-  fsdp_sync_module_states: true
-  fsdp_offload_params: true
-  fsdp_use_orig_params: false
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
-  fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_sharding_strategy: FULL_SHARD
-""",
-            dialect="huggingface",
-            fsdp2={
-                **{**AUTO, **FULL, "cpu_offload": True, AC: True},
-                **{**units("LlamaDecoderLayer"), **reduced("bf16")},
-            },
-            beside=BF16,
-        ),
-        "axolotl fsdp2, memory that is not pinned": Public(
-            text=f"""{AXOLOTL}
-bf16: true
-gradient_checkpointing: offload
-max_grad_norm: 1.0
-fsdp_version: 2
-fsdp_config:
-  offload_params: true
-  cpu_offload_pin_memory: false
-  cpu_ram_efficient_loading: true
-  auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  transformer_layer_cls_to_wrap: LlamaDecoderLayer
-  state_dict_type: FULL_STATE_DICT
-  final_state_dict_type: FULL_STATE_DICT
-  reshard_after_forward: true
-""",
-            dialect="huggingface",
-            fsdp2={
-                **{**AUTO, **FULL, "cpu_offload": {"pin_memory": False}},
-                **{**units("LlamaDecoderLayer"), **reduced("bf16")},
-                **{AC: True, "activation_cpu_offload": True},
-            },
-            beside={**BF16, **clipped(1.0)},
-        ),
-        "axolotl fsdp2, tensor and context parallel": Public(
-            text=f"""{AXOLOTL}
-bf16: true
-dp_shard_size: 2
-context_parallel_size: 2
-tensor_parallel_size: 2
-fsdp_version: 2
-fsdp_config:
-  offload_params: false
-  state_dict_type: FULL_STATE_DICT
-  auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  transformer_layer_cls_to_wrap: Qwen3DecoderLayer
-  reshard_after_forward: true
-""",
-            dialect="huggingface",
-            fsdp2={
-                **{**AUTO, **FULL, **units("Qwen3DecoderLayer"), **reduced("bf16")},
-                **{SHARD: 4, "tensor_parallel": 2, **sequence(2, "auto")},
-            },
-            beside=BF16,
-        ),
-        "axolotl, copies beside shards": Public(
-            text=f"""{AXOLOTL}
-bf16: true
-dp_shard_size: 4
-dp_replicate_size: 2
-fsdp_version: 2
-fsdp_config: {{reshard_after_forward: true, state_dict_type: SHARDED_STATE_DICT}}
-""",
-            dialect="huggingface",
-            fsdp2={**AUTO, **SHARDED, **reduced("bf16"), SHARD: 4, REPLICATE: 2},
-            beside=BF16,
-        ),
-        "axolotl, ranks beyond the shards are copies": Public(
-            text=f"""{AXOLOTL}
-bf16: true
-dp_shard_size: 4
-fsdp_version: 2
-fsdp_config: {{reshard_after_forward: true, state_dict_type: SHARDED_STATE_DICT}}
-""",
-            dialect="huggingface",
-            fsdp2={**AUTO, **SHARDED, **reduced("bf16"), SHARD: 4, REPLICATE: -1},
-            beside=BF16,
-            ranks=16,
-        ),
-        "axolotl fp8": Public(
-            text=f"""{AXOLOTL}
-bf16: true
-fp8: true
-fp8_enable_fsdp_float8_all_gather: true
-torch_compile: true
-fsdp_version: 2
-fsdp_config:
-  offload_params: false
-  transformer_layer_cls_to_wrap: LlamaDecoderLayer
-  state_dict_type: FULL_STATE_DICT
-  reshard_after_forward: true
-  activation_checkpointing: true
-""",
-            dialect="huggingface",
-            fsdp2={
-                **{**AUTO, **FULL, **units("LlamaDecoderLayer"), **reduced("bf16")},
-                **{"fp8": {"all_gather": True}, AC: True},
-            },
-            beside=BF16,
-        ),
-        "axolotl zero3 in bf16": Public(
-            text=f"""{AXOLOTL}
-deepspeed: deepspeed_configs/zero3_bf16.json
-bf16: true
-gradient_checkpointing: true
-""",
-            files={
-                "deepspeed_configs/zero3_bf16.json": {
-                    "zero_optimization": {
-                        "stage": 3,
-                        "overlap_comm": True,
-                        "contiguous_gradients": True,
-                        "sub_group_size": 0,
-                        "reduce_bucket_size": "auto",
-                        "stage3_max_live_parameters": 0,
-                        "stage3_gather_16bit_weights_on_model_save": True,
-                    },
-                    "bf16": {"enabled": True},
-                    "gradient_clipping": "auto",
-                    "train_batch_size": "auto",
-                    "wall_clock_breakdown": False,
-                }
-            },
-            dialect="huggingface-deepspeed",
-            fsdp2={**AUTO, **FULL, **reduced("bf16"), AC: True},
-            beside=BF16,
-            left=("deepspeed.gradient_clipping",),
-        ),
     }
 )
 
-# --- verl and ROLL. ---
-
-ACTOR = "actor_rollout_ref.actor"
+# --- ROLL. ---
 
 CASES.update(
     {
-        "verl sft": Public(
-            text="""
-data: {train_batch_size: 256, micro_batch_size_per_gpu: 4, max_length: 1024}
-model:
-  partial_pretrain: ~/models/gemma-1.1-7b-it
-  fsdp_config:
-    model_dtype: fp32
-    wrap_policy:
-      min_num_params: 0
-    cpu_offload: False
-    offload_params: False
-  enable_gradient_checkpointing: True
-  lora_rank: 0
-optim: {lr: 1e-5, clip_grad: 1.0, lr_scheduler: cosine}
-ulysses_sequence_parallel_size: 2
-trainer: {total_epochs: 4, seed: 1, n_gpus_per_node: 8}
-""",
-            dialect="verl",
-            place="model",
-            fsdp2={**VERL, AC: True, **sequence(2, "ulysses")},
-            beside=clipped(1.0),
-        ),
-        "verl sft engine": Public(
-            text="""
-model: {path: Qwen/Qwen2.5-0.5B, enable_gradient_checkpointing: false}
-engine:
-  _target_: verl.workers.config.FSDPEngineConfig
-  wrap_policy: {min_num_params: 0}
-  param_offload: false
-  optimizer_offload: false
-  offload_policy: false
-  reshard_after_forward: true
-  fsdp_size: -1
-  forward_prefetch: false
-  model_dtype: fp32
-  use_orig_params: false
-  seed: 42
-  full_determinism: false
-  dtype: bfloat16
-  mixed_precision: null
-  ulysses_sequence_parallel_size: 4
-  use_torch_compile: true
-  strategy: fsdp2
-optim: {lr: 1e-5, clip_grad: 0.5}
-""",
-            dialect="verl",
-            fsdp2={
-                "mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "fp32"},
-                **{RESHARD: True, AC: False, **sequence(4, "ulysses")},
-            },
-            beside=clipped(0.5),
-        ),
-        "verl ppo": Public(
-            text="""
-actor_rollout_ref:
-  model:
-    path: deepseek-ai/deepseek-llm-7b-chat
-    enable_gradient_checkpointing: true
-    enable_activation_offload: true
-  actor:
-    strategy: fsdp2
-    grad_clip: 1.0
-    ulysses_sequence_parallel_size: 1
-    fsdp_config:
-      wrap_policy: {min_num_params: 0}
-      param_offload: false
-      optimizer_offload: true
-      fsdp_size: 4
-      reshard_after_forward: false
-      dtype: float16
-  rollout: {name: vllm, tensor_model_parallel_size: 2, gpu_memory_utilization: 0.6}
-""",
-            dialect="verl",
-            place=ACTOR,
-            fsdp2={
-                "mixed_precision": {"param_dtype": "float16", "reduce_dtype": "fp32"},
-                **{AC: True, "activation_cpu_offload": True, **STATE_ON_CPU, **KEEP},
-                **{SHARD: 4, REPLICATE: -1},
-            },
-            beside=clipped(1.0),
-        ),
         "roll": Public(
             text="""
 actor_train:
@@ -997,7 +736,7 @@ critic:
 """,
             dialect="roll",
             place="critic.strategy_args",
-            fsdp2={**VERL, "cpu_offload": True, AC: False},
+            fsdp2={**ROLL, "cpu_offload": True, AC: False},
             left=("actor_train.strategy_args.strategy_name",),
         ),
     }
@@ -1083,14 +822,6 @@ actor_train:
       recompute_granularity: full
 actor_infer:
   strategy_args: {strategy_name: vllm, strategy_config: {block_size: 16}}
-""",
-    "veomni inside verl": """
-actor_rollout_ref:
-  actor:
-    strategy: veomni
-    grad_clip: 1.0
-    veomni: {param_offload: true, fsdp_size: -1, ulysses_parallel_size: 1}
-  rollout: {name: vllm, tensor_model_parallel_size: 2}
 """,
     "lightning": """
 trainer:

@@ -17,11 +17,10 @@ from composer_fsdp2.tools.migrate.composer import FSDP1, FSDP_VERSION_2
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.tools.migrate.deepspeed_trainers import ACCELERATE_DEEPSPEED
 from composer_fsdp2.tools.migrate.report import SAME, Dialect, Entry, Report, Row
-from composer_fsdp2.tools.migrate.rl_trainers import ROLL, VERL
+from composer_fsdp2.tools.migrate.roll import ROLL
 from tests.unit.tools.test_migrate_composer import fsdp1_reports, version2_reports
 from tests.unit.tools.test_migrate_dialects import reports_of
 from tests.unit.tools.test_migrate_trainers import OWN_ROWS, plugin_reports, unsharded_reports
-from tests.unit.tools.test_migrate_verl import verl_reports
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migration-keys.md"
 MARK = re.compile(r"(<!-- keys: ([\w-]+) -->\n)(.*?)<!-- end of keys -->", re.DOTALL)
@@ -56,7 +55,6 @@ TABLES = {
             lambda: reports_of(TRAINING_ARGUMENTS),
         ),
         _whole(ROLL),
-        Table(VERL, (*VERL.rows, *VERL.outside), verl_reports),
         _whole(DEEPSPEED),
         # The rest is DeepSpeed's own table, and Accelerate's for the launcher.
         Table(ACCELERATE_DEEPSPEED, tuple(OWN_ROWS), plugin_reports),

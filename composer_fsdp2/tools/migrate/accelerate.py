@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,23 +22,19 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
 )
 from composer_fsdp2.tools.migrate.shared_rows import (
-    FP8,
     OFF,
     ON,
     REPLICATE,
     SHARD,
     SHARDING_KEYS,
     add_precision,
-    backend_rows,
     degree_rows,
     find_ranks,
     first_keys,
-    gather_rows,
     is_names,
     is_nothing,
     is_number,
     is_size,
-    join_fp8,
     min_num_params,
     precision_row,
     sequence_rows,
@@ -60,6 +55,7 @@ __all__ = [
     "has_fsdp_block",
     "ignore_degrees",
     "is_launchers",
+    "join_fp8",
     "launchers_site",
     "per_node",
     "shards_nothing",
@@ -201,19 +197,9 @@ FSDP_ROWS = (
         "FSDP2 takes names of parameters instead of modules",
         options=("=null", "fsdp2.ignored_params=[<globs of names>]"),
     ),
-    Row("cpu_offload_pin_memory", NOT_NEEDED, "pinned memory, as here", ON),
-    Row("cpu_offload_pin_memory", NOT_NEEDED, "null is pinned memory, as here", (None,)),
-    Row(
-        "cpu_offload_pin_memory",
-        CONVERTED,
-        "`cpu_offload.pin_memory`",
-        (False, "false"),
-        {"cpu_offload": {"pin_memory": False}},
-    ),
     precision_row("mixed_precision_policy", "bf16", "bf16"),
     precision_row("mixed_precision_policy", "fp16", "fp16"),
     Row("mixed_precision_policy", NOT_NEEDED, "null is the run's precision", (None,)),
-    Row("final_state_dict_type", NOT_NEEDED, "the last checkpoint is like the others"),
     Row("xla", NOT_NEEDED, "false: no XLA", OFF),
     Row("xla", UNSUPPORTED, "FSDP2 of torch does not run on XLA", options=("=false",)),
     Row("xla_fsdp_v2", NOT_NEEDED, "false: no XLA", OFF),
@@ -226,6 +212,34 @@ FSDP_ROWS = (
     Row("xla_fsdp_settings", NOT_NEEDED, "only for XLA"),
     Row("xla_fsdp_grad_ckpt", NOT_NEEDED, "only for XLA"),
 )
+
+_FP8 = {
+    "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"},
+    "fp8": True,
+}
+"""settings of a switch; `join_fp8` puts the details of other keys in it"""
+
+
+def _gather_rows(key: str) -> tuple[Row, ...]:
+    """Returns the rows of a key that sends weights in fp8."""
+    return (
+        Row(key, NOT_NEEDED, "off is the default", OFF),
+        Row(key, CONVERTED, "`fp8.all_gather`", ON, {"fp8": {"all_gather": True}}),
+    )
+
+
+def _backend_rows(key: str) -> tuple[Row, ...]:
+    """Returns the rows of a key that names a library for fp8."""
+    return (
+        Row(key, NOT_NEEDED, "torchao, as here", ("AO", "torchao")),
+        Row(
+            key,
+            CHANGES,
+            "torchao multiplies in fp8 here; another library scales otherwise",
+            ("TE", "MSAMP", "MS-AMP", "AUTO", None),
+        ),
+    )
+
 
 TOP_ROWS = (
     *(
@@ -267,15 +281,15 @@ TOP_ROWS = (
         "linear layers of blocks multiply in fp8, by torchao; all else is in bf16, as Accelerate "
         "has it",
         ("fp8",),
-        FP8,
+        _FP8,
         trainer={"precision": "amp_bf16"},
     ),
     *(
         row
         for start in ("", "fp8_")
         for row in (
-            *backend_rows(f"fp8_config.{start}backend"),
-            *gather_rows(f"fp8_config.{start}enable_fsdp_float8_all_gather"),
+            *_backend_rows(f"fp8_config.{start}backend"),
+            *_gather_rows(f"fp8_config.{start}enable_fsdp_float8_all_gather"),
             *(
                 Row(f"fp8_config.{start}{name}", NOT_NEEDED, "torchao pads and scales by itself")
                 for name in (
@@ -380,6 +394,18 @@ def _finish(context: Context) -> None:
     add_precision(context, ("mixed_precision", "config.mixed_precision_policy"), "Accelerate")
 
 
+def join_fp8(context: Context) -> None:
+    """Writes details of fp8 to the entry of its switch; without a switch they say nothing."""
+    entries = [entry for entry in context.entries.values() if "fp8" in entry.becomes]
+    switch = next((entry for entry in entries if entry.becomes["fp8"] is True), None)
+    for entry in (entry for entry in entries if entry.becomes["fp8"] is not True):
+        details = entry.becomes.pop("fp8")
+        if switch is None:
+            entry.become(NOT_NEEDED, "fp8 is off")
+        else:
+            switch.becomes["fp8"] = details
+
+
 def ignore_degrees(context: Context) -> None:
     """Drops the degrees of a file that switches them off."""
     is_off = context.value("use_parallelism_config") is False
@@ -404,13 +430,6 @@ def finish_fsdp(context: Context) -> bool:
             per_node(context, strategy, "FULL_SHARD")
     _count_shards(context)
     join_fp8(context)
-    pinned = entries.get("config.cpu_offload_pin_memory")
-    if pinned and pinned.becomes:
-        offloads = [e for e in entries.values() if e.becomes.get("cpu_offload") is True]
-        for entry in offloads:
-            entry.becomes["cpu_offload"] = {"pin_memory": False}
-        if not offloads:
-            pinned.become(NOT_NEEDED, "nothing is offloaded")
     precision = entries.get("mixed_precision")
     dtypes = precision.becomes.get("mixed_precision") if precision else None
     if version2 and isinstance(dtypes, dict):
@@ -425,23 +444,20 @@ def finish_fsdp(context: Context) -> bool:
 
 
 def _count_shards(context: Context) -> None:
-    """Counts ranks that divide a sequence or the experts among those that hold shards.
+    """Counts ranks that divide a sequence among those that hold shards.
 
-    Accelerate and axolotl count them apart: `dp_shard_size` 2 beside `cp_size` 4 are 8 shards.
+    Accelerate counts them apart: `dp_shard_size` 2 beside `cp_size` 4 are 8 shards.
     """
-    kinds = {"sequence_parallel": "a sequence", "expert_parallel": "all experts"}
-    degrees = {
-        words: entry.settings[key]["degree"]
-        for key, words in kinds.items()
-        for entry in context.entries.values()
-        if key in entry.settings
-    }
-    said = " and ".join(f"the {degree} ranks of {words}" for words, degree in degrees.items())
-    for key, entry in context.entries.items():
-        if degrees and key.endswith("shard_size") and SHARD in entry.settings:
-            shards = entry.settings[SHARD] * math.prod(degrees.values())
-            reason = f"`{SHARD}`; {said} hold shards too, and count here"
-            entry.become(CONVERTED, reason, **{SHARD: shards})
+    entries = context.entries.values()
+    degrees = [
+        e.settings["sequence_parallel"]["degree"]
+        for e in entries
+        if "sequence_parallel" in e.settings
+    ]
+    shards = context.entries.get(f"degrees.{_SIZE}_shard_size")
+    if degrees and shards and SHARD in shards.settings:
+        reason = f"`{SHARD}`; the {degrees[0]} ranks of a sequence hold shards too, and count here"
+        shards.become(CONVERTED, reason, **{SHARD: shards.settings[SHARD] * degrees[0]})
 
 
 _VERSION1_ALONE = {

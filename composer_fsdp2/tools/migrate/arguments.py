@@ -1,4 +1,4 @@
-"""The `fsdp` and `fsdp_config` of Hugging Face's `TrainingArguments`, and of axolotl."""
+"""The `fsdp` and `fsdp_config` of Hugging Face's `TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,16 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
 )
 from composer_fsdp2.tools.migrate.shared_rows import (
-    FP8,
     OFF,
-    OFFLOADED,
     ON,
     REPLICATE,
     SHARD,
     add_precision,
-    backend_rows,
     checkpointing_rows,
     clipping_rows,
     degree_rows,
     expert_rows,
     first_keys,
-    gather_rows,
     is_names,
     is_nothing,
     is_number,
@@ -49,12 +45,11 @@ from composer_fsdp2.tools.migrate.shared_rows import (
     min_num_params,
     parallel_rows,
     precision_row,
-    sequence_rows,
     under,
     wrap_classes,
 )
 
-__all__ = ["CHECKPOINTING_ROWS", "PARALLEL_ROWS", "PRECISION_ROWS", "TRAINING_ARGUMENTS"]
+__all__ = ["CHECKPOINTING_ROWS", "PRECISION_ROWS", "TRAINING_ARGUMENTS"]
 
 
 _WORDS: dict[str, dict[str, Any]] = {
@@ -102,30 +97,6 @@ _ONE_UNIT = (
 )
 CHECKPOINTING_ROWS = (
     *checkpointing_rows("gradient_checkpointing"),
-    *checkpointing_rows("disable_gradient_checkpointing", on=False),
-    Row(
-        "gradient_checkpointing",
-        CONVERTED,
-        "`activation_checkpointing` with what is kept in CPU memory",
-        ("offload", "unsloth"),
-        OFFLOADED,
-    ),
-    Row(
-        "gradient_checkpointing",
-        CHANGES,
-        "`activation_checkpointing` with what is kept in CPU memory, where axolotl writes it to a "
-        "disk",
-        ("offload_disk",),
-        OFFLOADED,
-    ),
-    Row("activation_offloading", NOT_NEEDED, "off is the default", OFF),
-    Row(
-        "activation_offloading",
-        CHANGES,
-        "what checkpointed blocks save is kept in CPU memory; blocks are checkpointed for that",
-        (True, "legacy", "hidden_states", "disk"),
-        OFFLOADED,
-    ),
     Row(
         "gradient_checkpointing_kwargs",
         NOT_NEEDED,
@@ -135,50 +106,12 @@ CHECKPOINTING_ROWS = (
 """of `TrainingArguments`, whatever shards"""
 
 
-PRECISION_ROWS = (
-    *(
-        row
-        for key in ("bf16", "fp16")
-        for row in (
-            precision_row(key, key, True),
-            Row(key, NOT_NEEDED, "off", OFF),
-            Row(
-                key,
-                DECISION,
-                "it depends on the GPU that trains",
-                ("auto",),
-                options=("=true", "=false"),
-            ),
-        )
-    ),
-    Row("fp8", NOT_NEEDED, "off", OFF),
-    Row(
-        "fp8",
-        CONVERTED,
-        "linear layers of blocks multiply in fp8, by torchao; all else is in bf16",
-        (True,),
-        FP8,
-        trainer={"precision": "amp_bf16"},
-    ),
-    *backend_rows("fp8_backend"),
-    *gather_rows("fp8_enable_fsdp_float8_all_gather"),
-    Row(
-        "fp8_config.recipe",
-        CONVERTED,
-        "`fp8.recipe`",
-        ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
-        lambda value: {"fp8": {"recipe": value}},
-    ),
+PRECISION_ROWS = tuple(
+    row
+    for key in ("bf16", "fp16")
+    for row in (precision_row(key, key, True), Row(key, NOT_NEEDED, "off", OFF))
 )
 """of `TrainingArguments`, whatever shards"""
-PARALLEL_ROWS = (
-    *degree_rows("tensor_parallel_size", (1, None)),
-    *sequence_rows("context_parallel_size"),
-    *sequence_rows("sequence_parallel_degree"),
-    *expert_rows("expert_parallel_size"),
-    *parallel_rows("pipeline_parallel_size", "pipeline parallelism"),
-)
-"""of axolotl, whatever shards"""
 
 
 def _size_rows(key: str, setting: str, without: str) -> tuple[Row, ...]:
@@ -188,12 +121,11 @@ def _size_rows(key: str, setting: str, without: str) -> tuple[Row, ...]:
     )
 
 
-_COPIES = _size_rows("dp_replicate_size", REPLICATE, "one copy is the default")
 _DISTRIBUTED = "distributed_config"
 _LOADING = (
     *degree_rows("tp_size", (1, None)),
     *_size_rows("size", SHARD, "what the other sizes leave, as here"),
-    *_COPIES,
+    *_size_rows("dp_replicate_size", REPLICATE, "one copy is the default"),
     *expert_rows("ep_size"),
     *parallel_rows("pp_size", "pipeline parallelism"),
     Row("enable_expert_parallel", NOT_NEEDED, "no expert parallelism is asked for", OFF),
@@ -252,9 +184,6 @@ _ARGUMENTS = (
     Row("fsdp_version", NOT_NEEDED, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2", None)),
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
-    *PARALLEL_ROWS,
-    *_COPIES,
-    *_size_rows("dp_shard_size", SHARD, "what the other sizes leave, as here"),
     *clipping_rows("max_grad_norm"),
     *under(_DISTRIBUTED, _LOADING),
 )
@@ -278,12 +207,6 @@ def _finish(context: Context) -> None:
     entries = context.entries
     _finish_experts(entries)
     version2 = finish_fsdp(context)
-    shards, copies = entries.get("dp_shard_size"), entries.get("dp_replicate_size")
-    if shards and SHARD in shards.becomes and not (copies and copies.becomes):
-        # axolotl makes copies of ranks beyond the shards where no size says how many.
-        ranks = shards.settings[SHARD] * (context.value("tensor_parallel_size") or 1)
-        if context.world_size is not None and context.world_size > ranks:
-            shards.becomes[REPLICATE] = -1
     words, switch = entries.get("fsdp"), entries.get("config.offload_params")
     if words and version2:
         _ignore_strategy(context, words)
@@ -297,7 +220,7 @@ def _finish(context: Context) -> None:
                 f"write {words.key} without the word offload",
             )
     blocks = ("config.mixed_precision_policy", f"{_DISTRIBUTED}.mixed_precision")
-    add_precision(context, ("bf16", "fp16", "fp8", *blocks), "the Trainer of transformers")
+    add_precision(context, ("bf16", "fp16", *blocks), "the Trainer of transformers")
 
 
 def _finish_experts(entries: Mapping[str, Entry]) -> None:

@@ -20,7 +20,6 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
 )
 from composer_fsdp2.tools.migrate.shared_rows import (
-    OFFLOADED,
     REPLICATE,
     SHARD,
     SHARDING_KEYS,
@@ -333,7 +332,7 @@ _ROWS = (
         "what checkpointed blocks save is kept in CPU memory; blocks are checkpointed for that, "
         "where DeepSpeed leaves it to the model's own calls",
         (True,),
-        OFFLOADED,
+        {"activation_checkpointing": True, "activation_cpu_offload": True},
     ),
     Row(
         f"{_CHECKPOINTING}.partition_activations",

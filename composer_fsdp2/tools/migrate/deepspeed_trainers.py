@@ -1,4 +1,4 @@
-"""DeepSpeed inside another trainer's file: Accelerate, `TrainingArguments`, axolotl."""
+"""DeepSpeed inside another trainer's file: Accelerate, `TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from composer_fsdp2.tools.migrate.accelerate import (
     distributed_type,
     ignore_degrees,
     is_launchers,
+    join_fp8,
     launchers_site,
 )
-from composer_fsdp2.tools.migrate.arguments import (
-    CHECKPOINTING_ROWS,
-    PARALLEL_ROWS,
-    PRECISION_ROWS,
-)
+from composer_fsdp2.tools.migrate.arguments import CHECKPOINTING_ROWS, PRECISION_ROWS
 from composer_fsdp2.tools.migrate.deepspeed import (
     ALL_MOVES,
     DEEPSPEED,
@@ -44,7 +41,6 @@ from composer_fsdp2.tools.migrate.shared_rows import (
     add_precision,
     find_ranks,
     first_keys,
-    join_fp8,
     sequence_rows,
     stages,
     under,
@@ -215,13 +211,12 @@ ACCELERATE_DEEPSPEED = Dialect(
 )
 
 
-# --- `deepspeed:` and `deepspeed_config:` of TrainingArguments, axolotl and older Composer. ---
+# --- `deepspeed:` and `deepspeed_config:` of TrainingArguments and older Composer. ---
 
 
 _AROUND = (
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
-    *PARALLEL_ROWS,
     Row(
         "max_grad_norm",
         NOT_NEEDED,
@@ -259,10 +254,8 @@ def _finish_arguments(context: Context) -> None:
             given = context.value(name, False if context.value(other) is True else None)
             filled[f"{name}.enabled"] = given if isinstance(given, bool) else None
         finish_deepspeed(context, f"{_ARGUMENT}.", filled)
-        join_fp8(context)
         switches = (f"{_ARGUMENT}.{key}" for key in PRECISION_SWITCHES)
-        keys = ("bf16", "fp16", "fp8", *switches)
-        add_precision(context, keys, "the Trainer of transformers")
+        add_precision(context, ("bf16", "fp16", *switches), "the Trainer of transformers")
 
 
 ARGUMENTS_DEEPSPEED = Dialect(

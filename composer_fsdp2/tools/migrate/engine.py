@@ -19,7 +19,7 @@ from composer_fsdp2.tools.migrate import (
     composer,
     deepspeed,
     deepspeed_trainers,
-    rl_trainers,
+    roll,
 )
 from composer_fsdp2.tools.migrate.document import Document, read_settings
 from composer_fsdp2.tools.migrate.report import (
@@ -39,7 +39,7 @@ from composer_fsdp2.tools.migrate.report import (
     settings_for,
 )
 from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
-from composer_fsdp2.tools.migrate.signs import foreign_sign, sharding_in
+from composer_fsdp2.tools.migrate.signs import check_is_converted, foreign_sign, sharding_in
 
 __all__ = ["DIALECTS", "migrate"]
 
@@ -47,8 +47,7 @@ DIALECTS: Mapping[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
         deepspeed.DEEPSPEED,
-        rl_trainers.ROLL,
-        rl_trainers.VERL,
+        roll.ROLL,
         deepspeed_trainers.ACCELERATE_DEEPSPEED,
         accelerate.ACCELERATE,
         deepspeed_trainers.ARGUMENTS_DEEPSPEED,
@@ -382,6 +381,8 @@ def _choose(data: Mapping[str, Any], name: str | None, file: str) -> Dialect:
     if name is None and composer.is_ours(data):
         _check_half_migrated(data, file)
         return composer.MIXED if composer.MIXED.find(data) else composer.FSDP2
+    if name is None:
+        check_is_converted(file, data)
     if name is None and accelerate.shards_nothing(data):
         return accelerate.UNSHARDED
     if name is None:

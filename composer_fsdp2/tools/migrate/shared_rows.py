@@ -22,18 +22,13 @@ from composer_fsdp2.tools.migrate.report import (
 )
 
 __all__ = [
-    "FP8",
     "OFF",
-    "OFFLOADED",
     "ON",
     "REPLICATE",
     "SHARD",
     "SHARDING_KEYS",
     "STATE_ON_CPU",
-    "add_dtypes",
     "add_precision",
-    "asks_for_nothing",
-    "backend_rows",
     "block_rows",
     "checkpointing_rows",
     "clipping_rows",
@@ -42,15 +37,12 @@ __all__ = [
     "expert_rows",
     "find_ranks",
     "first_keys",
-    "gather_rows",
     "is_count",
     "is_names",
     "is_nothing",
     "is_number",
     "is_size",
-    "join_fp8",
     "min_num_params",
-    "moved_rows",
     "parallel_rows",
     "precision_row",
     "sequence_rows",
@@ -69,7 +61,6 @@ OFF = (False, None, "false")
 ON = (True, "true")
 
 _AC = "activation_checkpointing"
-OFFLOADED = {_AC: True, "activation_cpu_offload": True}
 STATE_ON_CPU = {"optimizer_state": {"device": "cpu"}}
 
 
@@ -109,12 +100,12 @@ def _is_norm(value: Any) -> bool:
     return type(value) in (int, float) and value > 0
 
 
-def asks_for_nothing(value: Any) -> bool:
+def _asks_for_nothing(value: Any) -> bool:
     """A block without a size above 1."""
     if not isinstance(value, Mapping):
         return value in (None, False, 0, 1)
     return all(
-        asks_for_nothing(item)
+        _asks_for_nothing(item)
         for key, item in value.items()
         if isinstance(item, Mapping) or re.search("size|stages", str(key))
     )
@@ -137,18 +128,6 @@ def min_num_params(value: Any) -> dict[str, Any]:
 def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """Returns a table inside a block."""
     return tuple(replace(row, key=f"{prefix}.{row.key}") for row in rows)
-
-
-def moved_rows(around: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Returns rows that say of `Dialect.around` what became of the keys, which stay."""
-    written = "written beside the sharding of this model: {}; remove it here"
-    left = ("write another value", "remove it")
-    return tuple(
-        Row(f"*.{row.key}", CONVERTED, written.format(row.reason), row.when)
-        if row.settings or row.trainer
-        else replace(row, key=f"*.{row.key}", options=left if row.options else ())
-        for row in around
-    )
 
 
 def first_keys(rows: tuple[Row, ...]) -> set[str]:
@@ -197,7 +176,7 @@ def _has_tensor_size(value: Any) -> bool:
 def block_rows(key: str) -> tuple[Row, ...]:
     """Returns the rows of a degree of tensor parallelism, or DeepSpeed's block with one in it."""
     return (
-        Row(key, NOT_NEEDED, "no tensor parallelism is asked for", asks_for_nothing),
+        Row(key, NOT_NEEDED, "no tensor parallelism is asked for", _asks_for_nothing),
         Row(
             key,
             CONVERTED,
@@ -284,7 +263,7 @@ def sequence_rows(key: str, nothing: Any = (1, None), method: str = "auto") -> t
 def expert_rows(key: str) -> tuple[Row, ...]:
     """Returns the rows of a degree of expert parallelism."""
     return (
-        Row(key, NOT_NEEDED, "no expert parallelism is asked for", asks_for_nothing),
+        Row(key, NOT_NEEDED, "no expert parallelism is asked for", _asks_for_nothing),
         Row(
             key,
             CONVERTED,
@@ -299,7 +278,7 @@ def expert_rows(key: str) -> tuple[Row, ...]:
 def parallel_rows(key: str, kind: str) -> tuple[Row, ...]:
     """Returns the rows of a kind of parallelism that FSDP2 runs do not have."""
     return (
-        Row(key, NOT_NEEDED, f"no {kind} is asked for", asks_for_nothing),
+        Row(key, NOT_NEEDED, f"no {kind} is asked for", _asks_for_nothing),
         Row(key, UNSUPPORTED, f"{kind} does not go with FSDP2 yet", options=("=null",)),
     )
 
@@ -331,12 +310,6 @@ def stages(key: str) -> tuple[Row, ...]:
 
 # --- Precision. ---
 
-FP8 = {
-    "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"},
-    "fp8": True,
-}
-"""settings of a switch; `join_fp8` puts the details of other keys in it"""
-
 
 def precision_row(key: str, dtype: str, value: Any) -> Row:
     """Returns the row of a precision, which the trainer has to know too."""
@@ -351,40 +324,6 @@ def precision_row(key: str, dtype: str, value: Any) -> Row:
     )
 
 
-def gather_rows(key: str) -> tuple[Row, ...]:
-    """Returns the rows of a key that sends weights in fp8."""
-    return (
-        Row(key, NOT_NEEDED, "off is the default", OFF),
-        Row(key, CONVERTED, "`fp8.all_gather`", ON, {"fp8": {"all_gather": True}}),
-    )
-
-
-def backend_rows(key: str) -> tuple[Row, ...]:
-    """Returns the rows of a key that names a library for fp8."""
-    return (
-        Row(key, NOT_NEEDED, "torchao, as here", ("AO", "torchao")),
-        Row(
-            key,
-            CHANGES,
-            "torchao multiplies in fp8 here; another library scales otherwise",
-            ("TE", "MSAMP", "MS-AMP", "AUTO", None),
-        ),
-    )
-
-
-def join_fp8(context: Context) -> None:
-    """Writes details of fp8 to the entry of its switch; without a switch they say nothing."""
-    entries = [entry for entry in context.entries.values() if "fp8" in entry.becomes]
-    switch = next((entry for entry in entries if entry.becomes["fp8"] is True), None)
-    for entry in (entry for entry in entries if entry.becomes["fp8"] is not True):
-        details = entry.becomes.pop("fp8")
-        if switch is None:
-            entry.become(NOT_NEEDED, "fp8 is off")
-        else:
-            before = switch.becomes["fp8"]
-            switch.becomes["fp8"] = details if before is True else {**before, **details}
-
-
 def add_precision(context: Context, keys: tuple[str, ...], trainer: str) -> None:
     """Writes out a precision that the file leaves to its trainer, whose default is another one."""
     said = (context.entries[key] for key in keys if key in context.entries)
@@ -392,14 +331,6 @@ def add_precision(context: Context, keys: tuple[str, ...], trainer: str) -> None
         reason = f"without a precision {trainer} computes in fp32, and LLM Foundry in amp_bf16"
         path, beside = (*context.site.parent, "precision"), {"precision": "fp32"}
         context.added.append(Entry(path, None, ADDED, reason, beside=beside))
-
-
-def add_dtypes(context: Context, trainer: str, **defaults: str) -> None:
-    """Writes out the dtypes that the file leaves to its trainer."""
-    given = [e.becomes.get("mixed_precision", {}) for e in context.entries.values()]
-    missing = {k: v for k, v in defaults.items() if not any(k in dtypes for dtypes in given)}
-    if missing:
-        context.add(f"the default of {trainer}, written out", mixed_precision=missing)
 
 
 # --- Training: checkpointing of activations and clipping. ---

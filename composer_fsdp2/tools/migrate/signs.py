@@ -13,7 +13,7 @@ from composer_fsdp2.tools.migrate.report import Path, value_at
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["check_is_run", "foreign_sign", "sharding_in"]
+__all__ = ["check_is_converted", "check_is_run", "foreign_sign", "sharding_in"]
 
 _BLOCKS = frozenset(
     {
@@ -28,6 +28,8 @@ _SIZES = re.compile(
     r"|ulysses_([a-z]+_)?(size|degree)|fsdp_[a-z0-9_]+"
 )
 """names of numbers of ranks, and keys of FSDP in front of which a trainer writes its name"""
+_MEMORY = re.compile(r"fp8(_.+)?|activation_offloading|disable_gradient_checkpointing")
+"""names of switches of fp8 and of what is kept for backward"""
 _WRITTEN = re.compile(
     r"\b(fsdp_config|sharding_strategy|zero_optimization|zero_stage)\b.{0,3}[:=.]"
 )
@@ -77,8 +79,11 @@ def sharding_in(data: Mapping[str, Any], path: Path, value: Any, sites: Collecti
     block = next((name for name in (*path, *within) if name in _BLOCKS), None)
     if block is not None:
         return f"`{block}` shards a run, and nothing was written for it where it stands"
-    if path[:-1] in sites and _SIZES.fullmatch(path[-1]) and value not in _ALONE:
+    beside = [name for number, name in enumerate(path) if path[:number] in sites]
+    if any(map(_SIZES.fullmatch, beside)) and value not in _ALONE:
         return "is about ranks, and is no key that this dialect is known to have"
+    if any(map(_MEMORY.fullmatch, beside)):
+        return "is about precision or memory, and is no key that this dialect is known to have"
     if isinstance(value, str) and (found := _WRITTEN.search(value)):
         return f"its text holds `{found[1]}`, and what is inside a text is not read"
     return ""
@@ -148,23 +153,6 @@ _SIGNS: Mapping[str, frozenset[str]] = {
             "rollout_batch_size",
         }
     ),
-    "a configuration of verl": frozenset(
-        {
-            "actor_rollout_ref",
-            "algorithm",
-            "critic",
-            "custom_reward_function",
-            "data",
-            "engine",
-            "optim",
-            "reward_model",
-            "trainer",
-            "ulysses_sequence_parallel_size",
-        }
-    ),
-    "a configuration of axolotl": frozenset(
-        {"adapter", "base_model", "datasets", "micro_batch_size", "sequence_len", "val_set_size"}
-    ),
     "a configuration of Accelerate": frozenset(
         {
             "compute_environment",
@@ -191,6 +179,43 @@ _SIGNS: Mapping[str, frozenset[str]] = {
 }
 
 
+# Trainers whose files are not converted -> keys that, together in one mapping, only they have.
+_UNCONVERTED: Mapping[str, tuple[frozenset[str], ...]] = {
+    "verl": (
+        *(frozenset({key}) for key in ("actor_rollout_ref", "partial_pretrain", "param_offload")),
+        frozenset({"ulysses_sequence_parallel_size"}),
+    ),
+    "axolotl": (frozenset({"base_model", "datasets"}), frozenset({"base_model", "sequence_len"})),
+    "LLaMA-Factory": (frozenset({"finetuning_type"}), frozenset({"stage", "template"})),
+    "TRL": (
+        *(frozenset({key}) for key in ("accelerate_config", "dataset_text_field")),
+        *(frozenset({key}) for key in ("completion_only_loss", "max_completion_length")),
+    ),
+}
+
+
+def check_is_converted(name: str, data: Mapping[str, Any]) -> None:
+    """Refuses a file of a trainer that `migrate` has no table for.
+
+    Args:
+        name: what the error calls the file.
+        data: what is in it.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if _OF_A_RUN & data.keys():
+        return
+    mappings = [data, *(item for _, item in _inside(data) if isinstance(item, Mapping))]
+    for trainer, signs in _UNCONVERTED.items():
+        if any(sign <= mapping.keys() for sign in signs for mapping in mappings):
+            raise ConfigError(
+                f"'{name}' is a file of {trainer}, which is not converted. What it says about "
+                "sharding would be lost. Write it by hand into a run of LLM Foundry, such as "
+                "yamls/quickstart.yaml, under `parallelism_config: {fsdp2: {...}}`."
+            )
+
+
 def check_is_run(path: File, cfg: DictConfig, *, trains: bool = True) -> None:
     """Refuses a file that another trainer or another command reads, and says which command.
 
@@ -212,6 +237,7 @@ def check_is_run(path: File, cfg: DictConfig, *, trains: bool = True) -> None:
         )
     if not isinstance(data, dict) or _OF_A_RUN & data.keys():
         return
+    check_is_converted(str(path), data)
     kind = max(_SIGNS, key=lambda kind: len(_SIGNS[kind] & data.keys()))
     if _SIGNS[kind] & data.keys():
         raise ConfigError(

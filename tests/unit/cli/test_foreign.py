@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli import main
+from composer_fsdp2.tools.migrate.engine import migrate
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -19,9 +20,20 @@ FOREIGN = {
     "DeepSpeed ": '{"zero_optimization": {"stage": 3}}',
     "ROLL": "rollout_batch_size: 8\nactor_train:\n  strategy_args:\n"
     "    strategy_name: fsdp2_train\n    strategy_config: {fsdp_size: 8}\n",
-    "verl": "data: {train_batch_size: 8}\nmodel:\n  fsdp_config: {model_dtype: fp32}\n",
-    "axolotl": "base_model: x\ndatasets: []\nsequence_len: 8\nfsdp: [full_shard]\n",
     "TrainingArguments": "output_dir: x\nper_device_train_batch_size: 1\nfsdp: full_shard\n",
+}
+UNCONVERTED = {
+    "verl": "actor_rollout_ref:\n  actor: {fsdp_config: {param_offload: false}}\n",
+    "verl ": "model: {partial_pretrain: x, fsdp_config: {model_dtype: fp32}}\noptim: {lr: 1}\n",
+    "verl  ": "engine: {fsdp_size: -1, ulysses_sequence_parallel_size: 1}\n",
+    "verl   ": "actor_rollout_ref: {actor: {strategy: veomni, veomni: {fsdp_size: -1}}}\n",
+    "axolotl": "base_model: x\ndatasets: []\nsequence_len: 8\nfsdp: [full_shard]\n",
+    "axolotl ": "base_model: x\nsequence_len: 8\ndeepspeed: zero3.json\nmicro_batch_size: 1\n",
+    "axolotl  ": "a: {base_model: x, datasets: [], fsdp_version: 2, fsdp_config: {}}\n",
+    "LLaMA-Factory": "stage: sft\ntemplate: llama3\nfsdp: full_shard\noutput_dir: x\n",
+    "LLaMA-Factory ": "finetuning_type: full\ndeepspeed: ds.json\nlearning_rate: 1e-5\n",
+    "TRL": "accelerate_config: zero3\noutput_dir: x\nlearning_rate: 1e-5\n",
+    "TRL ": "dataset_text_field: text\nfsdp: full_shard auto_wrap\noutput_dir: x\n",
 }
 
 
@@ -53,6 +65,28 @@ def test_a_file_of_another_trainer_is_named(invoke, write, kind: str, command: s
     assert result.exit_code == code(command)
     assert kind.strip() in said
     assert f"composer-fsdp2 migrate {path}" in said
+
+
+@pytest.mark.table("verl-migrate", "axolotl-train", "LLaMA-Factory-doctor", "TRL-migrate")
+@pytest.mark.parametrize("command", ["migrate", "train", "eval", "doctor", "parity"])
+@pytest.mark.parametrize("kind", UNCONVERTED)
+def test_a_file_that_migrate_does_not_convert(invoke, write, kind: str, command: str):
+    """Every command says the same, and none sends its user to another one."""
+    path = write(UNCONVERTED[kind])
+    result = invoke(*arguments(command, path))
+    said = " ".join(result.output.split())
+    assert result.exit_code == code(command)
+    assert f"is a file of {kind.strip()}, which is not converted" in said
+    assert "yamls/quickstart.yaml" in said
+    assert "composer-fsdp2 migrate" not in said
+
+
+def test_a_run_of_foundry_is_no_file_of_another_trainer(write):
+    """Keys of other trainers in a run say nothing, and a dialect that is asked for is read."""
+    run = "max_duration: 1ba\nbase_model: x\ndatasets: []\nfsdp_config: {verbose: true}\n"
+    assert migrate(run).dialect == "composer"
+    mine = "base_model: x\ndatasets: []\nfsdp: full_shard auto_wrap\nbf16: true\n"
+    assert migrate(mine, dialect="huggingface").dialect == "huggingface"
 
 
 @pytest.mark.parametrize("command", ["train", "doctor", "plan"])

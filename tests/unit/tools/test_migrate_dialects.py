@@ -16,7 +16,7 @@ from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.tools.migrate.document import Document, dump
 from composer_fsdp2.tools.migrate.engine import DIALECTS, migrate
 from composer_fsdp2.tools.migrate.report import Dialect, Report, Status
-from composer_fsdp2.tools.migrate.rl_trainers import ROLL
+from composer_fsdp2.tools.migrate.roll import ROLL
 from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
 from composer_fsdp2.tools.migrate.signs import foreign_sign
 from tests.support.migrating import (
@@ -88,10 +88,6 @@ BLOCK = [
     ("limit_all_gathers", True, NOT, {}),
     ("ignored_modules", None, NOT, {}),
     ("ignored_modules", "x", DEC, {}),
-    ("final_state_dict_type", "FULL_STATE_DICT", NOT, {}),
-    ("cpu_offload_pin_memory", True, NOT, {}),
-    ("cpu_offload_pin_memory", None, NOT, {}),
-    ("cpu_offload_pin_memory", False, NOT, {}),
     ("mixed_precision_policy", "bf16", C, BF16),
     ("mixed_precision_policy", "fp16", C, FP16),
     ("mixed_precision_policy", None, NOT, {}),
@@ -140,10 +136,7 @@ LAUNCHING = [
 ]
 AC = "activation_checkpointing"
 CHECKPOINTED = {AC: True, "activation_cpu_offload": True}
-SWITCHES = ("gradient_checkpointing", "disable_gradient_checkpointing")
-GATHER = "fp8_enable_fsdp_float8_all_gather"
 SCALES = [row.key for row in ACCELERATE.rows if "pads and scales" in row.reason]
-KINDS = ("tensor", "context", "expert", "pipeline")
 EXPERTS_OF_2 = {"expert_parallel": {"degree": 2}}
 ARGUMENTS = [
     ("fsdp", "", NOT, {}),
@@ -156,23 +149,10 @@ ARGUMENTS = [
     ("fsdp", "ful_shard", DEC, {}),
     ("fsdp", "full_shard shard_grad_op", DEC, {}),
     ("fsdp_version", 1, NOT, {}),
-    ("bf16", "auto", DEC, {}),
-    ("fp16", "auto", DEC, {}),
-    *((key, None, NOT, {}) for key in SWITCHES),
+    ("gradient_checkpointing", None, NOT, {}),
     *(("gradient_checkpointing", on, R, {AC: on}) for on in (True, False)),
-    *(("disable_gradient_checkpointing", on, R, {AC: not on}) for on in (True, False)),
-    ("gradient_checkpointing", "offload", C, CHECKPOINTED),
-    ("gradient_checkpointing", "offload_disk", CH, CHECKPOINTED),
-    ("activation_offloading", False, NOT, {}),
-    ("activation_offloading", True, CH, CHECKPOINTED),
     ("max_grad_norm", 0, NOT, {}),
     ("max_grad_norm", 0.5, R, {}),
-    ("fp8", False, NOT, {}),
-    ("fp8", True, C, {**BF16, "fp8": True}),
-    ("fp8_backend", "torchao", NOT, {}),
-    ("fp8_backend", "te", CH, {}),
-    (GATHER, False, NOT, {}),
-    (GATHER, True, NOT, {}),
     ("fsdp_transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
     ("fsdp_transformer_layer_cls_to_wrap", None, NOT, {}),
     ("fsdp_min_num_params", 0, NOT, {}),
@@ -182,21 +162,6 @@ ARGUMENTS = [
     ("fp16", True, C, FP16),
     ("fp16", False, NOT, {}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
-    *((f"{kind}_parallel_size", 1, NOT, {}) for kind in KINDS),
-    ("pipeline_parallel_size", 2, UN, {}),
-    ("expert_parallel_size", 2, C, EXPERTS_OF_2),
-    ("sequence_parallel_degree", 1, NOT, {}),
-    ("sequence_parallel_degree", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
-    ("dp_replicate_size", 1, NOT, {}),
-    ("dp_replicate_size", 2, R, {REPLICATE: 2}),
-    ("dp_shard_size", None, NOT, {}),
-    ("dp_shard_size", 8, R, {SHARD: 8}),
-    ("dp_shard_size", 1, NOT, {}),
-    ("tensor_parallel_size", 4, C, {"tensor_parallel": 4}),
-    ("context_parallel_size", "many", DEC, {}),
-    ("sequence_parallel_degree", "many", DEC, {}),
-    ("context_parallel_size", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
-    ("expert_parallel_size", "many", DEC, {}),
 ]
 LOADING = [
     ("ep_size", 4, C, {"expert_parallel": {"degree": 4}}),
@@ -391,7 +356,6 @@ FP8_CASES = [
     ("enable_fsdp_float8_all_gather", False, NOT, True),
     ("enable_fsdp_float8_all_gather", True, C, ALL),
 ]
-FLOAT8 = {"fp8_config": {"recipe": "tensorwise"}, GATHER: True}
 REDUCED = {"communication_data_type": "fp32"}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
@@ -426,10 +390,6 @@ def at_top(key, value, nest=False):
 def of_fp8(mark, key, value, switch="fp8"):
     data = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_use_orig_params": True}}
     return migrate_data({**data, "mixed_precision": switch, "fp8_config": {f"{mark}{key}": value}})
-
-
-def of_axolotl(**data):
-    return migrate_data({"fsdp": "full_shard auto_wrap", **data})
 
 
 def in_degrees(key, value):
@@ -494,12 +454,7 @@ def test_top_of_accelerate(key, value, status, becomes):
     check(at_top(key, value), ACCELERATE, key, status, becomes, {"state_dict_type": "full"})
 
 
-@pytest.mark.table(
-    "fsdp-hybrid_shard auto_wrap-converted-becomes4",
-    "fp16-False-no longer needed-becomes37",
-    "expert_parallel_size-1-no longer needed-becomes41",
-    "sequence_parallel_degree-2-converted-becomes46",
-)
+@pytest.mark.table("fsdp-hybrid_shard auto_wrap-converted-becomes4")
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), ARGUMENTS)
 def test_training_arguments(key, value, status, becomes):
     report, default = in_arguments(key, value), {"state_dict_type": "full"}
@@ -599,35 +554,6 @@ def test_fp8_of_accelerate(mark, key, value, status, fp8):
     assert not off.having(DEC, UN)
 
 
-def test_fp8_of_axolotl():
-    """Recipe and gathers stand beside the switch there, and in one mapping here."""
-    both = {"recipe": "tensorwise", "all_gather": True}
-    report = of_axolotl(fp8=True, bf16=True, **FLOAT8)
-    assert settings_of(report) == {**AUTO, **BF16, "fp8": both, "state_dict_type": "full"}
-    assert OmegaConf.create(report.text).precision == "amp_bf16"
-    assert OmegaConf.create(of_axolotl(fp8=True).text).precision == "amp_bf16"
-    assert "fp8" not in settings_of(of_axolotl(**FLOAT8))
-
-
-@pytest.mark.parametrize("key", ["offload_params", "fsdp"])
-def test_memory_that_is_not_pinned(key):
-    block: dict[str, object] = {"cpu_offload_pin_memory": False}
-    words = "full_shard auto_wrap" + (" offload" if key == "fsdp" else "")
-    block |= {} if key == "fsdp" else {key: True}
-    report = migrate_data({"fsdp": words, "fsdp_config": block})
-    assert settings_of(report) == {**AUTO, **UNPINNED, "state_dict_type": "full"}
-    assert not report.having(DEC, UN)
-
-
-def test_ranks_of_axolotl_beyond_the_shards_are_copies():
-    shards = {"dp_shard_size": 2, "tensor_parallel_size": 2}
-    assert settings_of(of_axolotl(**shards))[REPLICATE] == -1  # of eight
-    assert REPLICATE not in settings_of(of_axolotl(dp_shard_size=4, tensor_parallel_size=2))
-    assert settings_of(of_axolotl(dp_shard_size=4, dp_replicate_size=2))[REPLICATE] == 2
-    alone = migrate("fsdp: full_shard auto_wrap\ndp_shard_size: 2\n")
-    assert REPLICATE not in settings_of(alone)  # of a number that is not known
-
-
 AROUND_ROLL = """
 max_grad_norm: 1.0
 a:
@@ -708,12 +634,6 @@ def test_roll_without_a_dtype(mixed):
     assert settings_of(report)["mixed_precision"] == dtypes
 
 
-def test_ranks_that_hold_experts_count_as_shards_of_axolotl():
-    settings = settings_of(of_axolotl(dp_shard_size=2, expert_parallel_size=4))
-    assert settings["expert_parallel"] == {"degree": 4}
-    assert settings[SHARD] == 8
-
-
 @pytest.mark.parametrize(("value", "status", "becomes"), SWITCHED)
 def test_old_switch_of_deepspeed(value, status, becomes):
     check(migrate_data({Z: value}), DEEPSPEED, Z, status, becomes, {})
@@ -754,22 +674,13 @@ def test_degrees_of_accelerate(key, value, status, becomes):
     check(report, ACCELERATE, name, status, becomes, default)
 
 
-AXOLOTL = {"dp_shard_size": 2, "context_parallel_size": 2, "tensor_parallel_size": 2}
 CP = {"parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 8}
 
 
-@pytest.mark.parametrize(
-    ("data", "shards"),
-    [
-        ({"fsdp": "full_shard auto_wrap", **AXOLOTL}, 4),
-        ({"distributed_type": "FSDP", "parallelism_config": CP}, 8),
-    ],
-    ids=["axolotl", "accelerate"],
-)
-def test_ranks_of_a_sequence_hold_shards_too(data, shards):
-    """Both count them apart, and so their own file has no contradiction."""
-    report = migrate_data(data)
-    assert settings_of(report)[SHARD] == shards
+def test_ranks_of_a_sequence_hold_shards_too():
+    """Accelerate counts them apart, and so its own file has no contradiction."""
+    report = migrate_data({"distributed_type": "FSDP", "parallelism_config": CP})
+    assert settings_of(report)[SHARD] == 8
     assert not [entry.key for entry in report.entries if entry.status is DEC]
 
 
@@ -802,16 +713,13 @@ def reports_of(dialect: Dialect) -> list[Report]:
         reports += [at_top(key, value) for key, value, *_ in TOP]
         reports += [at_top(key, "x") for key in LAUNCHING]
         reports.append(at_top("distributed_type", "FSDP"))
-        pinned = {"fsdp_offload_params": True, "fsdp_cpu_offload_pin_memory": False}
-        reports.append(migrate_data({"distributed_type": "FSDP", "fsdp_config": pinned}))
         reports += [of_fp8(mark, *case[:2]) for mark in ("", "fp8_") for case in FP8_CASES]
         reports += [at_top(*key.split(".", 1), nest=True) for key in SCALES]
         return reports + [in_degrees(key, value) for key, value, *_ in DEGREES]
     if dialect is TRAINING_ARGUMENTS:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
         reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
-        reports += [in_loading(**{key: value}) for key, value, *_ in LOADING]
-        return [*reports, of_axolotl(fp8=True, **FLOAT8)]
+        return reports + [in_loading(**{key: value}) for key, value, *_ in LOADING]
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
         reports.append(in_strategy("enable_mix_precision", False))

@@ -15,7 +15,6 @@ from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.migrate.report import Status
 from tests.support.migrating import entry_of
 
-SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 FSDP1 = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nprecision: amp_bf16\n"
 WORDS = "fsdp: full_shard auto_wrap\nbf16: true\n"
 DEEPSPEED = "deepspeed:\n  zero_optimization:\n    stage: 3\nbf16: true\n"
@@ -29,9 +28,21 @@ INSIDE = [
     (f"{FSDP1}x:\n  zero_optimization:\n    stage: 2\n", "x.zero_optimization.stage"),
     (f"{FSDP1}tensor_parallel_degree: 2\n", "tensor_parallel_degree"),
     (f"{FSDP1}tp_config: 2\n", "tp_config"),
-    (f"{WORDS}tensor_parallel_size: auto\n", "tensor_parallel_size"),
-    (f"{WORDS}expert_parallel_size: many\n", "expert_parallel_size"),
-    (f"{WORDS}sequence_parallel_degree: many\n", "sequence_parallel_degree"),
+    (f"{WORDS}tensor_parallel_size: 2\n", "tensor_parallel_size"),
+    (f"{WORDS}context_parallel_size: 2\n", "context_parallel_size"),
+    (f"{WORDS}sequence_parallel_degree: 2\n", "sequence_parallel_degree"),
+    (f"{WORDS}dp_shard_size: 4\n", "dp_shard_size"),
+    (f"{WORDS}gradient_checkpointing: offload_disk\n", "gradient_checkpointing"),
+    (f"{WORDS}activation_offloading: true\n", "activation_offloading"),
+    (f"{WORDS}disable_gradient_checkpointing: true\n", "disable_gradient_checkpointing"),
+    (f"{WORDS}fp8: true\n", "fp8"),
+    (f"{WORDS}fp8_config: {{recipe: tensorwise}}\n", "fp8_config.recipe"),
+    (f"{DEEPSPEED}fp8_backend: torchao\n", "fp8_backend"),
+    ("fsdp: full_shard auto_wrap\nbf16: auto\nprecision: fp32\n", "bf16"),
+    (
+        f"{WORDS}fsdp_config: {{cpu_offload_pin_memory: false}}\n",
+        "fsdp_config.cpu_offload_pin_memory",
+    ),
     (f"{WORDS}fsdp_new_key: some\n", "fsdp_new_key"),
     (f"{WORDS}ep_size: 2\n", "ep_size"),
     (f"{DEEPSPEED}pipeline_parallel_size: 2\n", "pipeline_parallel_size"),
@@ -46,8 +57,8 @@ INSIDE = [
         "\\n-tp_config"
     ),
     (
-        "fsdp: full_shard auto_wrap\\nbf16: true\\nsequence_parallel_degree: many\\n-sequenc"
-        "e_parallel_degree"
+        "fsdp: full_shard auto_wrap\\nbf16: true\\nfp8_config: {recipe: tensorwise}\\n-fp8_config"
+        ".recipe"
     ),
     "fsdp: full_shard auto_wrap\\nbf16: true\\nfsdp_new_key: some\\n-fsdp_new_key",
 )
@@ -69,7 +80,7 @@ def test_what_is_about_sharding_is_asked_for_wherever_it_stands(tmp_path, text, 
 FOREIGN = [
     ("dist_config: {name: fsdp2}\n", "dist_config"),
     ("model:\n  tensor_model_parallel_size: 1\n", "model.tensor_model_parallel_size"),
-    ("actor: {strategy: veomni, veomni: {fsdp_size: -1}}\n", "actor.strategy"),
+    ("policy: {strategy: veomni, veomni: {fsdp_size: -1}}\n", "policy.strategy"),
     ("strategy_args: {strategy_name: megatron_train}\n", "strategy_args.strategy_name"),
     ("distributed: {_target_: nemo.fsdp2.FSDP2Manager}\n", "distributed._target_"),
     ("tensor-parallel-size: 2\n", "tensor-parallel-size"),
@@ -100,12 +111,11 @@ def test_names_and_servers_are_no_dialect(text):
 
 
 def test_a_key_in_the_wrong_place_is_not_called_unknown():
-    text = "a:\n  fsdp_config: {param_offload: false, min_num_params: 5, sead: 1}\n"
-    report = migrate(text)
-    reason = entry_of(report, "a.fsdp_config.min_num_params").reason
+    report = migrate("a:\n  strategy_config: {fsdp_size: 4, min_num_params: 5, modle_type: x}\n")
+    reason = entry_of(report, "a.strategy_config.min_num_params").reason
     assert "not in this place" in reason
     assert "Did you mean" not in reason
-    assert "Did you mean 'seed'?" in entry_of(report, "a.fsdp_config.sead").reason
+    assert "Did you mean 'model_type'?" in entry_of(report, "a.strategy_config.modle_type").reason
 
 
 OTHER = [
@@ -172,14 +182,6 @@ def fsdp2(text: str) -> dict[str, Any]:
     report = migrate(text)
     assert not report.having(Status.DECISION, Status.UNSUPPORTED)
     return yaml.safe_load(report.text)["parallelism_config"]["fsdp2"]
-
-
-def test_sizes_of_axolotl_are_degrees():
-    settings = fsdp2(f"{WORDS}dp_shard_size: 4\ndp_replicate_size: 2\n")
-    assert (settings[SHARD], settings[REPLICATE]) == (4, 2)
-    assert SHARD not in fsdp2(f"{WORDS}dp_shard_size:\ndp_replicate_size: 1\n")
-    alone = fsdp2(f"{WORDS}dp_shard_size: 1\ndp_replicate_size: 2\n")
-    assert (SHARD in alone, alone[REPLICATE]) == (False, 2)  # the rest, whatever it says
 
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16"}

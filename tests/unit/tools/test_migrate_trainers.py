@@ -247,7 +247,7 @@ def test_version_2_of_accelerate_ignores_the_strategy(strategy):
     assert entry_of(word, "fsdp_config.fsdp_reshard_after_forward").status is DEC
 
 
-# --- TrainingArguments and axolotl. ---
+# --- TrainingArguments. ---
 
 
 @pytest.mark.parametrize("key", ["deepspeed", "deepspeed_config"])
@@ -306,8 +306,8 @@ def test_fsdp_and_deepspeed_in_one_place_are_refused():
         migrate("a: {deepspeed: x.json, fsdp: full_shard}\n")
 
 
-@pytest.mark.parametrize("kind", ["axolotl", "prefixed"])
-def test_version_2_of_axolotl(kind):
+@pytest.mark.parametrize("kind", ["plain", "prefixed"])
+def test_version_2_beside_the_block(kind):
     text = "fsdp_version: 2\nbf16: true\nfsdp_config:\n  reshard_after_forward: false\n"
     text += "  offload_params: true\n  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
     if kind == "prefixed":

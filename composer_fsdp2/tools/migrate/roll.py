@@ -1,15 +1,15 @@
-"""Trainers by reinforcement: ROLL's `strategy_config`, and verl's settings of its FSDP engine."""
+"""ROLL's `strategy_config`, one for each model that it trains."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from composer_fsdp2.config.wrapping import DTYPES
 from composer_fsdp2.tools.migrate.report import (
     CHANGES,
     CONVERTED,
-    DECISION,
     KEPT,
     NOT_NEEDED,
     RENAMED,
@@ -22,25 +22,19 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
 )
 from composer_fsdp2.tools.migrate.shared_rows import (
-    OFFLOADED,
     REPLICATE,
     SHARD,
-    STATE_ON_CPU,
-    add_dtypes,
     checkpointing_rows,
     clipping_rows,
     expert_rows,
     is_count,
     is_names,
-    is_number,
     is_size,
-    min_num_params,
-    moved_rows,
     sequence_rows,
     wrap_classes,
 )
 
-__all__ = ["ROLL", "VERL"]
+__all__ = ["ROLL"]
 
 _OFF = (False, None)
 
@@ -79,7 +73,7 @@ def _is_everyone(value: Any) -> bool:
     return value is None or (isinstance(value, int) and value <= 1)
 
 
-_ROLL_ROWS = (
+_ROWS = (
     Row(
         "fsdp_size",
         CONVERTED,
@@ -202,7 +196,7 @@ _ROLL_ROWS = (
 )
 
 
-_ROLL_AROUND = (
+_AROUND = (
     *sequence_rows("model_args.ulysses_size", method="ulysses"),
     *checkpointing_rows("model_args.disable_gradient_checkpointing", on=False),
     *clipping_rows("training_args.max_grad_norm"),
@@ -210,37 +204,49 @@ _ROLL_AROUND = (
 )
 
 
-def _roll_site(data: Mapping[str, Any], path: Path) -> Site | None:
+def _site(data: Mapping[str, Any], path: Path) -> Site | None:
     is_fsdp = str(data.get("strategy_name", "fsdp2")).startswith("fsdp2")
     is_block = isinstance(data.get("strategy_config"), Mapping)
     return Site(path, {"strategy_config": ""}) if is_fsdp and is_block else None
 
 
-def _finish_roll(context: Context) -> None:
+def _finish(context: Context) -> None:
     tiled, shards = context.entries.get("apply_tiled_mlp"), context.value("tiled_num_shards")
     if tiled is not None and tiled.becomes and shards is not None:
         tiled.become(RENAMED, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards})
     reduce = "bf16" if context.value("enable_mix_precision") is False else "fp32"
-    add_dtypes(context, "ROLL", param_dtype="bf16", reduce_dtype=reduce)
+    defaults = {"param_dtype": "bf16", "reduce_dtype": reduce}
+    written = [e.becomes.get("mixed_precision", {}) for e in context.entries.values()]
+    missing = {k: v for k, v in defaults.items() if not any(k in dtypes for dtypes in written)}
+    if missing:
+        context.add("the default of ROLL, written out", mixed_precision=missing)
 
 
-_FOREIGN_ENGINE = "this model is divided by another engine, which has no equal here"
-_FOREIGN_OPTION = "leave it to that engine, or give it settings of FSDP first"
+def _moved_rows(around: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Returns rows that say of `Dialect.around` what became of the keys, which stay."""
+    written = "written beside the sharding of this model: {}; remove it here"
+    left = ("write another value", "remove it")
+    return tuple(
+        Row(f"*.{row.key}", CONVERTED, written.format(row.reason), row.when)
+        if row.settings or row.trainer
+        else replace(row, key=f"*.{row.key}", options=left if row.options else ())
+        for row in around
+    )
 
 
 ROLL = Dialect(
     "roll",
     "ROLL with FSDP2",
-    _roll_site,
-    _ROLL_ROWS,
+    _site,
+    _ROWS,
     (
-        *moved_rows(_ROLL_AROUND),
+        *_moved_rows(_AROUND),
         Row(
             "*.strategy_name",
             UNSUPPORTED,
-            _FOREIGN_ENGINE,
+            "this model is divided by another engine, which has no equal here",
             ("megatron_train", "megatron_infer"),
-            options=(_FOREIGN_OPTION,),
+            options=("leave it to that engine, or give it settings of FSDP first",),
         ),
         Row(
             "*.freeze_module_prefix",
@@ -248,182 +254,6 @@ ROLL = Dialect(
             "frozen parameters are sharded like the others; freezing stays with the trainer",
         ),
     ),
-    _ROLL_AROUND,
-    _finish_roll,
-)
-
-
-# --- verl: the engine of its SFT trainer, and the models of its RL trainers. ---
-
-_DEGREE = "ulysses_sequence_parallel_size"
-_OWN = ("model_dtype", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
-"""keys of a block that no other trainer's has"""
-
-
-def _is_low(value: Any) -> bool:
-    """A dtype of 16 bits."""
-    return str(value).lower() in ("bf16", "bfloat16", "fp16", "float16", "half")
-
-
-_VERL_ROWS = (
-    *sequence_rows(_DEGREE, method="ulysses"),
-    *sequence_rows(f"config.{_DEGREE}", method="ulysses"),
-    Row(
-        "config.strategy", NOT_NEEDED, "`parallelism_config.fsdp2` says it", ("fsdp", "fsdp2", None)
-    ),
-    Row("config._target_", NOT_NEEDED, "names verl's own class"),
-    Row("config.fsdp_size", NOT_NEEDED, "all ranks share one copy, the default", (-1, None)),
-    Row(
-        "config.fsdp_size",
-        CONVERTED,
-        "ranks that share one copy; what the run has beyond it are copies (HSDP)",
-        is_count,
-        lambda value: {SHARD: value, REPLICATE: -1},
-    ),
-    Row("config.reshard_after_forward", NOT_NEEDED, "the default of verl", (None,)),
-    Row(
-        "config.reshard_after_forward",
-        KEPT,
-        "means the same",
-        (True, False),
-        {"reshard_after_forward": SAME},
-    ),
-    Row("config.offload_policy", NOT_NEEDED, "off is the default", _OFF),
-    Row("config.offload_policy", RENAMED, "`cpu_offload`", (True,), {"cpu_offload": True}),
-    Row("config.cpu_offload", NOT_NEEDED, "off is the default", _OFF),
-    Row("config.cpu_offload", RENAMED, "`cpu_offload`", (True,), {"cpu_offload": True}),
-    Row(
-        "config.offload_params", NOT_NEEDED, "`cpu_offload` offloads parameters too", (True, *_OFF)
-    ),
-    Row("config.param_offload", NOT_NEEDED, "off is what is done here", _OFF),
-    Row(
-        "config.param_offload",
-        CHANGES,
-        "verl moves weights to the CPU while it generates and back to train, and nothing generates "
-        "here between steps; for less memory in training write `cpu_offload: true`",
-        (True,),
-    ),
-    Row("config.optimizer_offload", NOT_NEEDED, "off is what is done here", _OFF),
-    Row(
-        "config.optimizer_offload",
-        CONVERTED,
-        "the optimizer's state is in CPU memory between steps",
-        (True,),
-        STATE_ON_CPU,
-    ),
-    Row("config.forward_prefetch", NOT_NEEDED, "torch's own prefetch", _OFF),
-    Row("config.forward_prefetch", CONVERTED, "one unit ahead", (True,), {"forward_prefetch": 1}),
-    Row("config.use_orig_params", NOT_NEEDED, "FSDP2 keeps the original parameters"),
-    Row(
-        "config.model_dtype",
-        NOT_NEEDED,
-        "weights are in fp32, as here",
-        ("fp32", "float32", "float", None),
-    ),
-    Row(
-        "config.model_dtype",
-        DECISION,
-        "verl keeps the weights themselves in 16 bits, which loses small steps; here they are as "
-        "the model gives them, and 16 bits are for computing",
-        _is_low,
-        options=("=fp32",),
-    ),
-    Row("config.dtype", NOT_NEEDED, "null is bf16", (None,)),
-    _dtype_row("config.dtype", "param_dtype"),
-    _dtype_row("config.mixed_precision.param_dtype", "param_dtype"),
-    _dtype_row("config.mixed_precision.reduce_dtype", "reduce_dtype"),
-    Row("config.mixed_precision.buffer_dtype", NOT_NEEDED, "buffers keep their dtype"),
-    Row("config.wrap_policy.disable", NOT_NEEDED, "off is what is done here", _OFF),
-    Row("config.wrap_policy.min_num_params", NOT_NEEDED, "0 sets no size", (0, None)),
-    Row(
-        "config.wrap_policy.min_num_params",
-        RENAMED,
-        "`wrap_policy.min_num_params`",
-        is_number,
-        min_num_params,
-    ),
-    Row(
-        "config.wrap_policy.transformer_layer_cls_to_wrap",
-        RENAMED,
-        "`wrap_policy.classes`",
-        is_names,
-        wrap_classes,
-    ),
-    Row(
-        "config.wrap_policy.transformer_layer_cls_to_wrap",
-        NOT_NEEDED,
-        "the model's blocks",
-        (None, []),
-    ),
-    Row("config.use_torch_compile", NOT_NEEDED, "compiles the entropy of a policy, not the model"),
-    *(
-        Row(f"config.{name}", NOT_NEEDED, "about the loss of a policy, not about sharding")
-        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
-    ),
-    *(
-        Row(f"config.{name}", NOT_NEEDED, "the run's own `seed` and settings of torch say it")
-        for name in ("seed", "full_determinism")
-    ),
-    Row("config.grad_offload", NOT_NEEDED, "only for Megatron"),
-    *(
-        Row(f"config.{name}", NOT_NEEDED, "LLM Foundry's batch sizes and the model say it")
-        for name in (
-            *("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu"),
-            *("infer_max_token_len_per_gpu", "infer_micro_batch_size_per_gpu"),
-            *("use_fused_kernels", "use_remove_padding"),
-        )
-    ),
-    Row("config.forward_only", NOT_NEEDED, "off is what is done here", _OFF),
-    Row(
-        "config.forward_only",
-        DECISION,
-        "a model that is not trained needs no shards of an optimizer, and no run here",
-        (True,),
-        options=("=false", "take the whole model out"),
-    ),
-)
-
-
-_VERL_AROUND = (
-    *sequence_rows(_DEGREE, method="ulysses"),
-    Row(
-        "model.enable_activation_offload",
-        CONVERTED,
-        "what checkpointed blocks save is kept in CPU memory",
-        (True,),
-        OFFLOADED,
-    ),
-    *checkpointing_rows("model.enable_gradient_checkpointing"),
-    *clipping_rows("grad_clip"),
-    *clipping_rows("optim.clip_grad"),
-)
-
-
-def _verl_site(data: Mapping[str, Any], path: Path) -> Site | None:
-    """Returns the site of a model with verl's keys in a block, or of an engine with its degree."""
-    block, degree = data.get("fsdp_config"), {_DEGREE: _DEGREE} if _DEGREE in data else {}
-    if isinstance(block, Mapping) and any(key in block for key in _OWN):
-        return Site(path, {"fsdp_config": "config", **degree})
-    if path and degree and any(key in data for key in _OWN):
-        return Site(path[:-1], {path[-1]: "config"})
-    return None
-
-
-VERL = Dialect(
-    "verl",
-    "verl with FSDP",
-    _verl_site,
-    _VERL_ROWS,
-    (
-        *moved_rows(_VERL_AROUND),
-        Row(
-            "*.strategy",
-            UNSUPPORTED,
-            _FOREIGN_ENGINE,
-            ("megatron", "veomni", "torchtitan", "mindspeed", "automodel"),
-            options=(_FOREIGN_OPTION,),
-        ),
-    ),
-    _VERL_AROUND,
-    lambda context: add_dtypes(context, "verl", param_dtype="bf16", reduce_dtype="fp32"),
+    _AROUND,
+    _finish,
 )
