@@ -398,12 +398,11 @@ def join_fp8(context: Context) -> None:
     """Writes details of fp8 to the entry of its switch; without a switch they say nothing."""
     entries = [entry for entry in context.entries.values() if "fp8" in entry.becomes]
     switch = next((entry for entry in entries if entry.becomes["fp8"] is True), None)
-    for entry in (entry for entry in entries if entry.becomes["fp8"] is not True):
-        details = entry.becomes.pop("fp8")
+    for entry in entries:
         if switch is None:
             entry.become(NOT_NEEDED, "fp8 is off")
-        else:
-            switch.becomes["fp8"] = details
+        elif entry is not switch:
+            switch.becomes["fp8"] = entry.becomes.pop("fp8")
 
 
 def ignore_degrees(context: Context) -> None:

@@ -388,8 +388,15 @@ def at_top(key, value, nest=False):
 
 
 def of_fp8(mark, key, value, switch="fp8"):
-    data = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_use_orig_params": True}}
-    return migrate_data({**data, "mixed_precision": switch, "fp8_config": {f"{mark}{key}": value}})
+    # In the order in which Accelerate writes its files: the switch is the last.
+    return migrate_data(
+        {
+            "distributed_type": "FSDP",
+            "fp8_config": {f"{mark}{key}": value},
+            "fsdp_config": {"fsdp_use_orig_params": True},
+            "mixed_precision": switch,
+        }
+    )
 
 
 def in_degrees(key, value):
