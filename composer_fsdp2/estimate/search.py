@@ -18,7 +18,7 @@ from composer_fsdp2.estimate.forecast import Forecast
 from composer_fsdp2.estimate.report import HEADROOM
 from composer_fsdp2.text import size_text
 
-__all__ = ["OFFLOAD", "Choice", "Found", "layouts_of", "search", "search_lines", "written"]
+__all__ = ["OFFLOAD", "Choice", "SearchResult", "mesh_degrees", "search", "search_lines", "written"]
 
 CHECKPOINTING: tuple[Any, ...] = (False, {"mode": "selective"}, True)
 OFFLOAD = ("none", "optimizer", "all")
@@ -48,7 +48,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """A choice with its forecast."""
 
     choice: Choice
@@ -71,7 +71,7 @@ def written(choice: Choice) -> dict[str, Any]:
     return keys
 
 
-def layouts_of(ranks: int, per_node: int) -> list[tuple[int, int, bool | int | str]]:
+def mesh_degrees(ranks: int, per_node: int) -> list[tuple[int, int, bool | int | str]]:
     """Returns shards, copies and resharding, for every number of shards that fills nodes."""
     shards = [
         shard
@@ -131,7 +131,7 @@ def search(
     memory_gib: float,
     offloads: Sequence[str] = OFFLOAD,
     count: int = 5,
-) -> tuple[list[Found], list[tuple[Choice, str]]]:
+) -> tuple[list[SearchResult], list[tuple[Choice, str]]]:
     """Returns the best choices that fit, and why others are not among them.
 
     Args:
@@ -157,11 +157,11 @@ def search(
             offload=offload,
         )
         for (shard, replicate, reshard), kept, rows, offload in itertools.product(
-            layouts_of(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads
+            mesh_degrees(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads
         )
     ]
     guesses = [(*guess(choice), choice) for choice in choices]
-    best: list[Found] = []
+    best: list[SearchResult] = []
     lost: list[tuple[Choice, str]] = []
     for size, seconds, choice in sorted(guesses, key=lambda one: one[1]):
         if len(best) == count:
@@ -174,11 +174,11 @@ def search(
         else:
             forecast = guess.traced(choice)
             seconds = step_times(forecast, gpu).step * _SLOWER[choice.offload]
-            best.append(Found(choice=choice, forecast=forecast, seconds=seconds))
+            best.append(SearchResult(choice=choice, forecast=forecast, seconds=seconds))
     return sorted(best, key=lambda found: found.seconds), lost
 
 
-def search_lines(best: Sequence[Found], lost: Sequence[tuple[Choice, str]]) -> Iterator[str]:
+def search_lines(best: Sequence[SearchResult], lost: Sequence[tuple[Choice, str]]) -> Iterator[str]:
     """Yields the best choices, and the ones that came next or would be quicker."""
     for number, found in enumerate(best, 1):
         size = size_text(found.forecast.peak_bytes)

@@ -14,7 +14,7 @@ from torch import nn
 
 from composer_fsdp2.estimate.collectives import CollectiveCounter, Key
 from composer_fsdp2.optim.state import kept_storages, storages_of
-from composer_fsdp2.parallel.held import is_remote
+from composer_fsdp2.parallel.expert_form import is_remote
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake

@@ -17,7 +17,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.estimate.clock import Gpu
 from composer_fsdp2.estimate.forecast import Forecast, forecast
 from composer_fsdp2.estimate.report import Batch
-from composer_fsdp2.estimate.search import OFFLOAD, Choice, Found, search, written
+from composer_fsdp2.estimate.search import OFFLOAD, Choice, SearchResult, search, written
 from composer_fsdp2.estimate.trace import Work
 from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.rehearsal import Parts
@@ -113,7 +113,7 @@ def batch_of(parts: Parts, rows: int | None = None) -> Batch:
 
 def search_run(
     parts: Parts, cluster: Cluster, gpu: Gpu, memory_gib: float
-) -> tuple[list[Found], list[tuple[Choice, str]]]:
+) -> tuple[list[SearchResult], list[tuple[Choice, str]]]:
     """Searches settings of a run; see `estimate.search`. Collective: no.
 
     Args:

@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.held import held_by
-from composer_fsdp2.parallel.row_order import group_dividing
+from composer_fsdp2.parallel.expert_form import expert_form_of
+from composer_fsdp2.parallel.fused_rows import group_dividing
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_shown
 from composer_fsdp2.step.agreement import agreement_of
@@ -269,7 +269,7 @@ class AddedParameters(StepListener):
         own = [param for param in params if id(param) in names]
         is_given = any(optimizer is other for other in self.run.optimizers)
         is_divided = any(group_dividing(param) is not None for param in own)
-        if not is_given and (is_divided or any(held_by(param) is not None for param in own)):
+        if not is_given and (is_divided or any(expert_form_of(param) is not None for param in own)):
             kind, held = (
                 ("tensor", "fused weights in another order")
                 if is_divided

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from composer_fsdp2.parallel.held import held_by, is_remote
+from composer_fsdp2.parallel.expert_form import expert_form_of, is_remote
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     layouts_of,
@@ -53,7 +53,7 @@ def groups_of(tensor: torch.Tensor, *, rows: bool = False) -> Groups:
     """
     if not isinstance(tensor, DTensor):
         return ()
-    if not rows and (held := held_by(tensor)) is not None:
+    if not rows and (held := expert_form_of(tensor)) is not None:
         # Its own mesh is one on each rank, and torch may have exchanged it for an older equal one,
         # whose groups are those of another model.
         return held.mesh.groups
@@ -127,7 +127,7 @@ class Shards:
         for param, grad, layout in zip(held, grads, layouts_of(found), strict=True):
             placed = () if layout is None else layout.placements
             # By the mesh's value: torch hands out equal meshes whose objects and groups differ.
-            of = held_by(param)
+            of = expert_form_of(param)
             key = None if layout is None else (layout.mesh, placed, of and of.mesh)
             if key not in known:
                 is_sum = any(map(Placement.is_partial, placed))

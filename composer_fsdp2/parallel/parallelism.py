@@ -8,10 +8,11 @@ them:
   the optimizer has the shards, and when a forward begins;
 - `run_of(model).batch_group`: the ranks that read one batch, by which the Trainer deals data and
   counts samples. They are a `SameBatchGroup`, the kind of `AppliedParallelism` that says so;
-- `row_order.py`: how ranks hold the rows of a parameter, asked by the optimizer, `summon` and
+- `fused_rows.py`: how ranks hold the rows of a parameter, asked by the optimizer, `summon` and
   checkpoints for one parameter at a time;
-- `held.py`: which ranks hold a parameter such as an expert's, asked by the same rooms, by norms and
-  by tensor parallelism; `layer_of` a unit, asked by `shard`, the monitor and unused parameters.
+- `expert_form.py`: which ranks hold a parameter such as an expert's, asked by the same rooms, by
+  norms and by tensor parallelism; `layer_of` a unit, asked by `shard`, the monitor and unused
+  parameters.
   Before anything is applied, `ShardUnit.holders` says it of units;
 - `sequence_attention`, which users call; `draw_together` and `whole_sequences`, for `generate`.
 

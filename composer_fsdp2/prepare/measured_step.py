@@ -14,7 +14,7 @@ from composer.utils import dist
 
 from composer_fsdp2.config.schema import FORECAST
 from composer_fsdp2.optim.state import kept_storages
-from composer_fsdp2.parallel.held import is_remote
+from composer_fsdp2.parallel.expert_form import is_remote
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.text import size_text
 from composer_fsdp2.torch_private.units import (

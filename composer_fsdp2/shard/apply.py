@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.held import layer_of, shard_of
+from composer_fsdp2.parallel.expert_form import layer_of, shard_of
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     attribute_of,
@@ -30,7 +30,7 @@ from composer_fsdp2.plan.module_tree import (
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import of_rank0
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
-from composer_fsdp2.shard.layout import Layout, place_of
+from composer_fsdp2.shard.layout import Layout, slot_of
 from composer_fsdp2.shard.unit_hooks import (
     InputCast,
     MakeHook,
@@ -135,7 +135,7 @@ def merge_aliases(tree: ModuleTree) -> ModuleTree:
     if not aliases:
         return tree
     for ref in aliases:
-        module, attribute = place_of(tree, ref)
+        module, attribute = slot_of(tree, ref)
         module._parameters[attribute] = params[representative[id(ref.param)]]
     tree.params.clear()  # whoever made it may hold it
     return ModuleTree.read(tree.root)
@@ -314,7 +314,7 @@ def _carrying_attributes(tree: ModuleTree) -> Generator[None]:
     """Gives shards the attributes and post-accumulate hooks that users attached to parameters."""
     # `fully_shard` makes a new Parameter of the shard, with neither attributes nor hooks.
     carried = [
-        (place_of(tree, ref), dict(vars(ref.param)), post_accumulate_hooks(ref.param))
+        (slot_of(tree, ref), dict(vars(ref.param)), post_accumulate_hooks(ref.param))
         for ref in tree.params
     ]
     yield

@@ -25,10 +25,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.row_order import shape_in_model, whole_to_part
+from composer_fsdp2.parallel.fused_rows import shape_in_model, whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, own_parameters
 from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
-from composer_fsdp2.shard.layout import Place, place_of, replace_parameter
+from composer_fsdp2.shard.layout import Slot, replace_parameter, slot_of
 from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
 from composer_fsdp2.text import child_name, listed
 from composer_fsdp2.torch_private.tensors import is_namedtuple
@@ -128,9 +128,9 @@ class InitialWeights:
         self._ready: set[int] = set()
         self._divided: dict[int, nn.Parameter] = {}
         """id of a whole parameter -> the part on meta that it is for"""
-        self._places: dict[int, list[Place]] = {}
+        self._places: dict[int, list[Slot]] = {}
         for ref in tree.params:
-            self._places.setdefault(id(ref.param), []).append(place_of(tree, ref))
+            self._places.setdefault(id(ref.param), []).append(slot_of(tree, ref))
         self._initialisers = {} if rank0_has_values else _initialisers(tree)
 
     @contextlib.contextmanager

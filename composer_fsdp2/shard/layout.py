@@ -14,10 +14,10 @@ from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.torch_private.tensors import copy_hooks, dtensor_like
 
-__all__ = ["Layout", "Place", "place_of", "replace_parameter", "sharded_like"]
+__all__ = ["Layout", "Slot", "replace_parameter", "sharded_like", "slot_of"]
 
 
-Place = tuple[nn.Module, str]
+Slot = tuple[nn.Module, str]
 """A module and the attribute a parameter sits in; holds no parameter, so sharding can free it."""
 
 
@@ -71,14 +71,14 @@ class Layout:
         return getattr(self.holders[path], attribute)
 
 
-def place_of(tree: ModuleTree, ref: ParamRef) -> Place:
+def slot_of(tree: ModuleTree, ref: ParamRef) -> Slot:
     """Returns the module and the attribute that a name of a parameter leads to."""
     return tree.paths[ref.path_index].module, ref.name.rpartition(".")[2]
 
 
 def _foreign(
     tree: ModuleTree, nearest: list[str | None], owner_of: Mapping[str, str]
-) -> tuple[dict[str, list[Place]], set[str]]:
+) -> tuple[dict[str, list[Slot]], set[str]]:
     """Finds parameters each unit must leave to another, and units that would miss their own.
 
     `fully_shard` looks for parameters in modules outside nested units. A weight lifted out of every
@@ -93,16 +93,16 @@ def _foreign(
     for index, entry in enumerate(tree.paths):
         around = finders[entry.parent] & hidden if entry.parent >= 0 else set[str]()
         finders.append({nearest[index], *around})
-    foreign: dict[str, list[Place]] = defaultdict(list)
+    foreign: dict[str, list[Slot]] = defaultdict(list)
     for ref, owner in owners:
         for unit in finders[ref.path_index]:
             if unit is not None and unit != owner:
-                foreign[unit].append(place_of(tree, ref))
+                foreign[unit].append(slot_of(tree, ref))
     return foreign, hidden
 
 
 def replace_parameter(
-    places: Iterable[Place], old: nn.Parameter, data: torch.Tensor
+    places: Iterable[Slot], old: nn.Parameter, data: torch.Tensor
 ) -> nn.Parameter:
     """Puts a new parameter with `data` in all places of `old`, with its attributes and hooks."""
     # Torch refuses to assign memory of a device to `.data` of a parameter on meta.

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.held import held_by, is_remote
-from composer_fsdp2.parallel.row_order import whole_to_part
+from composer_fsdp2.parallel.expert_form import expert_form_of, is_remote
+from composer_fsdp2.parallel.fused_rows import whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
-from composer_fsdp2.shard.layout import Place, place_of
+from composer_fsdp2.shard.layout import Slot, slot_of
 from composer_fsdp2.text import listed
 
 __all__ = [
@@ -58,8 +58,8 @@ class DetachedOptimizer:
     """
 
     optimizer: torch.optim.Optimizer
-    groups: list[list[Place | nn.Parameter]]
-    states: list[tuple[Place, torch.Size, dict[Any, Any]]]
+    groups: list[list[Slot | nn.Parameter]]
+    states: list[tuple[Slot, torch.Size, dict[Any, Any]]]
 
 
 def check_optimizers(
@@ -245,7 +245,7 @@ def detach_optimizer(optimizer: torch.optim.Optimizer, tree: ModuleTree) -> Deta
     Collective: no. `check_optimizers` comes first.
     """
     # Under the first name of a tied parameter.
-    places: dict[int, Any] = {id(r.param): place_of(tree, r) for r in reversed(tree.params)}
+    places: dict[int, Any] = {id(r.param): slot_of(tree, r) for r in reversed(tree.params)}
     groups = [[places.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = []
@@ -310,7 +310,7 @@ def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a whole tensor, divided like another one. Collective: no."""
     if not isinstance(like, DTensor) or is_remote(like):
         return full.to(like.device)
-    if (held := held_by(like)) is not None:
+    if (held := expert_form_of(like)) is not None:
         full = held.own(full)
     if len([place for place in like.placements if not place.is_replicate()]) > 1:
         # Divided by tensor parallelism first, some in another order of rows.

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.held import held_by, is_remote
-from composer_fsdp2.parallel.row_order import order_of, shape_in_model, without_order
+from composer_fsdp2.parallel.expert_form import expert_form_of, is_remote
+from composer_fsdp2.parallel.fused_rows import fused_rows_form_of, shape_in_model, without_order
 from composer_fsdp2.plan.module_tree import own_parameters
-from composer_fsdp2.shard.layout import Place
+from composer_fsdp2.shard.layout import Slot
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.units import is_sharded
 from composer_fsdp2.text import listed
@@ -90,10 +90,10 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
 
 def _whole_value(param: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor | None:
     """Returns a parameter's value or gradient as one process has it; see `full_tensor`."""
-    if (held := held_by(param)) is not None:
+    if (held := expert_form_of(param)) is not None:
         return held.whole(value)
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    order = order_of(param)
+    order = fused_rows_form_of(param)
     return whole if whole is None or order is None else order.to_model(whole)
 
 
@@ -270,7 +270,7 @@ class _Whole:
 
     name: str
     shard: nn.Parameter
-    places: list[Place] = field(default_factory=list[Place])
+    places: list[Slot] = field(default_factory=list[Slot])
     full: nn.Parameter | None = None
     version: int = 0
     """of the shard: the optimizer may step it, and nobody would see"""
@@ -290,7 +290,7 @@ class _Whole:
 
     def is_ours(self) -> bool:
         """Whether nothing but the whole tensor was written to."""
-        full, held = self.full, held_by(self.shard)
+        full, held = self.full, expert_form_of(self.shard)
         shape = held.whole_shape(self.shard.shape) if held else shape_in_model(self.shard)
         return (
             full is not None
@@ -360,7 +360,9 @@ class _Summoned:
                 assert values is not None
                 full = nn.Parameter(values, requires_grad=param.requires_grad)
                 vars(full).update(without_order(vars(param)))
-                if self.with_grads and (param.grad is not None or held_by(param) is not None):
+                if self.with_grads and (
+                    param.grad is not None or expert_form_of(param) is not None
+                ):
                     full.grad = _whole(param.grad, param, offload_to_cpu)
                 whole.full, whole.version = full if shows else None, param._version
                 self.wholes.append(whole)

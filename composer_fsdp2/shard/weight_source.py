@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.parallel.held import Held, held_by
-from composer_fsdp2.parallel.row_order import RowOrder, order_of
+from composer_fsdp2.parallel.expert_form import ExpertForm, expert_form_of
+from composer_fsdp2.parallel.fused_rows import FusedRowsForm, fused_rows_form_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
-from composer_fsdp2.shard.layout import Place, place_of, replace_parameter, sharded_like
+from composer_fsdp2.shard.layout import Slot, replace_parameter, sharded_like, slot_of
 
 __all__ = ["SourcedWeights", "WeightSource"]
 
@@ -60,21 +60,21 @@ class SourcedWeights:
         shards_on: torch.device,
     ) -> None:
         self._source, self._device, self._shards_on = source, device, shards_on
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[Slot]] = {}
         """parameter name -> every place of that parameter"""
-        self._divided: dict[str, tuple[RowOrder | None, Held | None]] = {}
+        self._divided: dict[str, tuple[FusedRowsForm | None, ExpertForm | None]] = {}
         """parameter name -> the order of its rows, where tensor parallelism changed it, and which
         of its experts this rank has"""
         self._failure: Exception | None = None
         self._total_bytes = 0
         """of all parameters that are read, on all ranks together"""
         self._advance: Callable[[int], object] = int
-        by_param: dict[int, list[Place]] = {}
+        by_param: dict[int, list[Slot]] = {}
         for ref in tree.params:
             if ref.name in self:
                 self._places[ref.name] = by_param.setdefault(id(ref.param), [])
-                self._places[ref.name].append(place_of(tree, ref))
-                self._divided[ref.name] = order_of(ref.param), held_by(ref.param)
+                self._places[ref.name].append(slot_of(tree, ref))
+                self._divided[ref.name] = fused_rows_form_of(ref.param), expert_form_of(ref.param)
         for ref in tree.params:
             if (places := by_param.pop(id(ref.param), None)) is not None:
                 self._total_bytes += ref.param.nbytes

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2.parallel.held import layer_of
+from composer_fsdp2.parallel.expert_form import layer_of
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener

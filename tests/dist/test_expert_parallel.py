@@ -21,8 +21,8 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.norms import gradient_norm
 from composer_fsdp2.parallel.expert.experts import ExpertLayer, Routing, send_rows
 from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
-from composer_fsdp2.parallel.held import held_by, is_remote, layer_of
-from composer_fsdp2.parallel.row_order import group_dividing, part_of
+from composer_fsdp2.parallel.expert_form import expert_form_of, is_remote, layer_of
+from composer_fsdp2.parallel.fused_rows import group_dividing, part_of
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.torch_private.tensors import local_part
@@ -632,7 +632,7 @@ def test_state_that_is_divided_as_a_parameter_is():
     optimizer.step()
     saved = optimizer.state_dict()
     divided = {number: dict(entry) for number, entry in saved["state"].items()}
-    held = [(n, p) for n, p in enumerate(model.parameters()) if held_by(p) is not None]
+    held = [(n, p) for n, p in enumerate(model.parameters()) if expert_form_of(p) is not None]
     assert held
     for number, param in held:
         assert isinstance(param, DTensor)

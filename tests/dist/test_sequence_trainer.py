@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.leaving.joint_exit import joint_exit_of
-from composer_fsdp2.parallel.row_order import order_of
+from composer_fsdp2.parallel.fused_rows import fused_rows_form_of
 from tests.dist.test_blocks import fresh_compiler, graphs
 from tests.dist.test_sequence_parallel import SIZES, batches, llama
 from tests.dist.test_tensor_files import whole_state
@@ -134,7 +134,7 @@ def test_trainer_reads_counts_and_trains_as_one_process(kind: str, form: str):
     for (name, expected), got in zip(
         alone.named_parameters(), trainer.state.model.parameters(), strict=True
     ):
-        order, whole = order_of(got), full(got)
+        order, whole = fused_rows_form_of(got), full(got)
         whole = whole if order is None else order.to_model(whole)
         assert (whole - expected).abs().max() <= TOLERANCE, name
     metric = trainer.state.train_metrics["LanguageCrossEntropy"]

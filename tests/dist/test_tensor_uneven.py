@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import PlanError, clip_grad_norm_, full_tensor, prepare_fully_shard
-from composer_fsdp2.parallel.row_order import order_of
+from composer_fsdp2.parallel.fused_rows import fused_rows_form_of
 from tests.dist.test_tensor_parallel import SIZES, grouped, llama, loss_of
 from tests.support.parity import STATE_TOLERANCE, assert_close, assert_same_values, full
 
@@ -65,7 +65,9 @@ def test_uneven_rows_train_like_one_process(family: str, shards: int):
     model = copy.deepcopy(oracle)
     pair = [grouped(m) for m in (oracle, model)]
     prepare_fully_shard(model, pair[1], {"tensor_parallel": 2}, precision="fp32")
-    padded = [p for p in model.parameters() if (o := order_of(p)) is not None and o.padding]
+    padded = [
+        p for p in model.parameters() if (o := fused_rows_form_of(p)) is not None and o.padding
+    ]
     assert padded
     for ids in odd_batches():
         expected, own = loss_of(oracle, ids), ids.chunk(shards)[dist.get_rank() // 2]
@@ -86,7 +88,7 @@ def test_uneven_rows_train_like_one_process(family: str, shards: int):
             assert found.shape == values[key].shape
             assert (found - values[key]).abs().max() <= STATE_TOLERANCE
     for param in padded:
-        order = order_of(param)
+        order = fused_rows_form_of(param)
         assert order is not None
         whole = full(param.detach())
         assert torch.equal(order.to_ranks(order.to_model(whole)), whole)  # padding stays zero
@@ -154,7 +156,7 @@ def test_another_vocabulary_in_one_process_and_what_is_no_word():
         loss_of(oracle, ids).backward()
         loss_of(model, ids).backward()
         weight = model.lm_head.weight
-        order, found = order_of(weight), full(weight.grad)
+        order, found = fused_rows_form_of(weight), full(weight.grad)
         found = found if order is None else order.to_model(found)
         assert_close("gradient", oracle.lm_head.weight.grad, found)
     with pytest.raises(IndexError, match="index out of range"):

@@ -33,7 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.optim.muon.newton_schulz import MatrixLayout
-from composer_fsdp2.parallel.row_order import RowOrder, cut_in_order, order_of, shape_in_model
+from composer_fsdp2.parallel.fused_rows import (
+    FusedRowsForm,
+    cut_in_order,
+    fused_rows_form_of,
+    shape_in_model,
+)
 from composer_fsdp2.shard.device_mesh import whole_mesh
 
 __all__ = [
@@ -99,7 +104,7 @@ class MatrixSplit:
     """of the axes of the mesh that divide it; shards are numbered along the last one first"""
     cuts: tuple[tuple[int, int], ...] = ()
     """which axis divides which dimension, one after the other"""
-    order: RowOrder | None = None
+    order: FusedRowsForm | None = None
 
     @classmethod
     def of(cls, param: Tensor, axes: Sequence[int], layout: MatrixLayout) -> MatrixSplit:
@@ -110,7 +115,7 @@ class MatrixSplit:
         in_order = [axis for axis in cut_in_order(param.placements) if axis in axes]
         cuts = [(axes.index(axis), getattr(param.placements[axis], "dim", 0)) for axis in in_order]
         sizes = tuple(param.device_mesh.size(axis) for axis in axes)
-        return cls(shape, layout, sizes, tuple(cuts), order_of(param))
+        return cls(shape, layout, sizes, tuple(cuts), fused_rows_form_of(param))
 
 
 @functools.lru_cache(maxsize=2**14)

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composer_fsdp2.parallel.exchange import exchange_tensor
 from composer_fsdp2.parallel.expert.views import show_all_experts
-from composer_fsdp2.parallel.held import ExpertMesh, Held, HeldLayer
-from composer_fsdp2.parallel.row_order import rows_of
+from composer_fsdp2.parallel.expert_form import ExpertForm, ExpertMesh, HeldLayer
+from composer_fsdp2.parallel.fused_rows import rows_of
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.torch_private.units import backward_number
 
@@ -225,7 +225,7 @@ class Experts(ExpertLayer, nn.Module):
         for number, (name, expert) in enumerate(experts.named_children()):
             self.add_module(name, expert)
             for param in expert.parameters():
-                Held(mesh, number // self.share).note(param)
+                ExpertForm(mesh, number // self.share).note(param)
         show_all_experts(self)
         self._calls_all = calls_all
 

@@ -21,7 +21,7 @@ from torch import nn
 from composer_fsdp2.parallel.expert.experts import ExpertLayer
 from composer_fsdp2.parallel.expert.routers import code_of
 from composer_fsdp2.parallel.expert.views import show_all_experts
-from composer_fsdp2.parallel.held import LAYER, ExpertMesh, Held
+from composer_fsdp2.parallel.expert_form import LAYER, ExpertForm, ExpertMesh
 from composer_fsdp2.plan.module_tree import own_parameters
 
 __all__ = ["StackedExperts", "holds_stack", "stack_size"]
@@ -85,11 +85,11 @@ class StackedExperts(ExpertLayer):
         for part in experts.modules():
             for name in {"num_experts", "moe_num_experts"} & vars(part).keys():
                 setattr(part, name, self.share)
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, ExpertForm] = {}
         for name, param in experts.named_parameters():
             sizes = (param.shape[0] // mesh.degree, *param.shape[1:])
             even = (dim for dim, size in enumerate(sizes) if size % mesh.shards.size(-1) == 0)
-            self._held[name] = Held(mesh, mesh.place, next(even, 0))
+            self._held[name] = ExpertForm(mesh, mesh.place, next(even, 0))
             self._held[name].note(param)
         show_all_experts(experts)
 

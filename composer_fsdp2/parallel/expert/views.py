@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composer_fsdp2.parallel.held import Held, held_by, is_remote
-from composer_fsdp2.parallel.row_order import States, rows_of, show_usual_form, show_usual_states
+from composer_fsdp2.parallel.expert_form import ExpertForm, expert_form_of, is_remote
+from composer_fsdp2.parallel.fused_rows import States, rows_of, show_usual_form, show_usual_states
 from composer_fsdp2.torch_private.tensors import dtensor_like
 
 __all__ = ["show_all_experts", "show_all_states"]
@@ -32,7 +32,7 @@ _Block = tuple[range, ...]
 class _ExpertPart:
     """This rank's part of a tensor of an expert, or of all of them; empty where it has none."""
 
-    held: Held
+    held: ExpertForm
     shape: torch.Size
     """of the whole tensor"""
     local: torch.Tensor
@@ -55,7 +55,7 @@ class _ExpertPart:
         return (rows_of(self.shape[0], ranks, rank), *map(range, self.shape[1:]))
 
 
-def _part(held: Held, param: DTensor, value: torch.Tensor) -> _ExpertPart:
+def _part(held: ExpertForm, param: DTensor, value: torch.Tensor) -> _ExpertPart:
     """Makes the part of a parameter, or of state that is divided as the parameter is."""
     local = value.to_local() if isinstance(value, DTensor) else value
     # The backend of the mesh sends from its own devices.
@@ -148,7 +148,7 @@ def _to_all(parts: Mapping[Any, _ExpertPart]) -> dict[Any, DTensor]:
     return found
 
 
-def _to_own(values: Mapping[Any, tuple[Any, DTensor, Held]]) -> dict[Any, Any]:
+def _to_own(values: Mapping[Any, tuple[Any, DTensor, ExpertForm]]) -> dict[Any, Any]:
     """Returns the values that this rank loads from a state dict.
 
     Collective: yes, as `_moved`.
@@ -199,14 +199,14 @@ def _before_loading(
 
 def _params(
     experts: nn.Module, state: Mapping[str, Any], prefix: str
-) -> dict[str, tuple[DTensor, Held]]:
+) -> dict[str, tuple[DTensor, ExpertForm]]:
     """Parameters of experts that a state dict has, by their names in it."""
     return {
         prefix + name: (param, held)
         for name, param in experts.named_parameters()
         # Not a DTensor: somebody is shown whole parameters, on this rank or on all.
         if isinstance(param, DTensor) and prefix + name in state
-        if (held := held_by(param)) is not None
+        if (held := expert_form_of(param)) is not None
     }
 
 
@@ -218,11 +218,11 @@ def show_all_states(optimizer: torch.optim.Optimizer) -> None:
 
     Collective: no, but each state dict is from then on, over the ranks of one copy of the model.
     """
-    show_usual_states(optimizer, held_by, _shown_states, _loaded_states)
+    show_usual_states(optimizer, expert_form_of, _shown_states, _loaded_states)
 
 
 @torch.no_grad()
-def _shown_states(forms: Mapping[int, tuple[Any, Held]], states: States) -> States:
+def _shown_states(forms: Mapping[int, tuple[Any, ExpertForm]], states: States) -> States:
     # Of a tensor that is divided as its parameter is, ranks tell each other the dtype; of others
     # the value.
     told: dict[int, dict[Any, tuple[torch.dtype | None, Any]]] = {}
@@ -257,7 +257,7 @@ def _shown_states(forms: Mapping[int, tuple[Any, Held]], states: States) -> Stat
 
 
 @torch.no_grad()
-def _loaded_states(forms: Mapping[int, tuple[Any, Held]], states: States) -> States:
+def _loaded_states(forms: Mapping[int, tuple[Any, ExpertForm]], states: States) -> States:
     loaded = _to_own(
         {
             (number, key): (value, param, held)

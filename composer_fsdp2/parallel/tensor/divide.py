@@ -28,8 +28,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from composer_fsdp2.parallel.held import held_by
-from composer_fsdp2.parallel.row_order import RowOrder, part_of, set_order, show_usual_order
+from composer_fsdp2.parallel.expert_form import expert_form_of
+from composer_fsdp2.parallel.fused_rows import FusedRowsForm, part_of, set_order, show_usual_order
 from composer_fsdp2.parallel.tensor.known import Cut, home_of, is_conv1d
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef
@@ -82,7 +82,7 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
         _divide_counts(modules[name], counts, plan.degree)
     average = functools.partial(_average, mesh.get_group())
     for first, *_ in places.values():
-        same_on_all = id(first.param) not in done and held_by(first.param) is None
+        same_on_all = id(first.param) not in done and expert_form_of(first.param) is None
         if same_on_all and first.param.requires_grad:
             first.param.register_post_accumulate_grad_hook(average)
 
@@ -108,7 +108,7 @@ def _divided(
     order = None
     # Parts that follow each other in the model do so on the ranks.
     if dim is not None and (len(blocks) > 1 or padding):
-        order = RowOrder(blocks or (whole.shape[dim],), mesh.size(), dim, padding)
+        order = FusedRowsForm(blocks or (whole.shape[dim],), mesh.size(), dim, padding)
         whole = order.to_ranks(whole)
     part = part_of(whole, mesh, [Replicate() if dim is None else Shard(dim)])
     new = nn.Parameter(part, requires_grad=param.requires_grad)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.parallel.fused_rows import group_dividing, show_usual_order_of_states
 from composer_fsdp2.parallel.parallelism import (
     DRAWN,
     DRAWS,
@@ -30,7 +31,6 @@ from composer_fsdp2.parallel.parallelism import (
     SameBatchGroup,
     untried_items,
 )
-from composer_fsdp2.parallel.row_order import group_dividing, show_usual_order_of_states
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of

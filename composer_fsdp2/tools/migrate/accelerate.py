@@ -33,7 +33,7 @@ from composer_fsdp2.tools.migrate.shared_rows import (
     first_keys,
     is_names,
     is_nothing,
-    is_number,
+    is_plain_number,
     is_size,
     min_num_params,
     precision_row,
@@ -138,7 +138,7 @@ FSDP_ROWS = (
         wrap_classes,
     ),
     Row("min_num_params", NOT_NEEDED, "0 sets no size", is_nothing),
-    Row("min_num_params", RENAMED, "`wrap_policy.min_num_params`", is_number, min_num_params),
+    Row("min_num_params", RENAMED, "`wrap_policy.min_num_params`", is_plain_number, min_num_params),
     Row(
         "state_dict_type", CONVERTED, "one file", ("FULL_STATE_DICT",), {"state_dict_type": "full"}
     ),

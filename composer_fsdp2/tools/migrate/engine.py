@@ -98,7 +98,7 @@ def migrate(
     spoken = _choose(data, dialect, name)
     sites, in_file = spoken.find(data), spoken.ranks(data)
     ranks = (world_size or in_file[0], gpus_per_node or in_file[1])
-    work = _Work(document, data, spoken, dict(decisions or {}), ranks, folder)
+    work = _Migration(document, data, spoken, dict(decisions or {}), ranks, folder)
     results = [(site, work.site(site)) for site in sites]
     new = document.replace(results) if results else document
     entries = [entry for _, found in results for entry in found]
@@ -133,7 +133,7 @@ def migrate(
 
 
 @dataclass(slots=True)
-class _Work:
+class _Migration:
     """Walks one document."""
 
     document: Document

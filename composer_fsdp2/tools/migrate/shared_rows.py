@@ -40,7 +40,7 @@ __all__ = [
     "is_count",
     "is_names",
     "is_nothing",
-    "is_number",
+    "is_plain_number",
     "is_size",
     "min_num_params",
     "parallel_rows",
@@ -77,7 +77,7 @@ def is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def is_number(value: Any) -> bool:
+def is_plain_number(value: Any) -> bool:
     """A number above 0."""
     try:
         return int(float(value)) > 0

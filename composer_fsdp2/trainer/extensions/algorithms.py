@@ -27,8 +27,13 @@ from composer_fsdp2.optim.norms import (
     clip_grad_value_,
     gradient_norm,
 )
-from composer_fsdp2.parallel.held import Held, held_by
-from composer_fsdp2.parallel.row_order import RowOrder, order_of, to_model_order, to_ranks_order
+from composer_fsdp2.parallel.expert_form import ExpertForm, expert_form_of
+from composer_fsdp2.parallel.fused_rows import (
+    FusedRowsForm,
+    fused_rows_form_of,
+    to_model_order,
+    to_ranks_order,
+)
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.units import is_sharded, reshard
 from composer_fsdp2.text import plain_name
@@ -50,7 +55,7 @@ __all__ = [
 ]
 
 _Tensors = dict[str, torch.Tensor]
-_Form = RowOrder | Held
+_Form = FusedRowsForm | ExpertForm
 """the order of rows under tensor parallelism, or the ranks that hold an expert"""
 _forms: WeakKeyDictionary[EMAParameters, Mapping[str, _Form]] = WeakKeyDictionary()
 """the forms of averages that are not those of checkpoints, by name"""
@@ -136,7 +141,7 @@ def start_averages(
     """
     original(averages, model)
     named = () if model is None else model.named_parameters()
-    found = {name: order_of(param) or held_by(param) for name, param in named}
+    found = {name: fused_rows_form_of(param) or expert_form_of(param) for name, param in named}
     _forms[averages] = {name: form for name, form in found.items() if form is not None}
 
 
@@ -160,7 +165,9 @@ def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any
 
 def _as_in_model(tensor: torch.Tensor, form: _Form | None) -> torch.Tensor:
     return (
-        form.to_checkpoint_form(tensor) if isinstance(form, Held) else to_model_order(tensor, form)
+        form.to_checkpoint_form(tensor)
+        if isinstance(form, ExpertForm)
+        else to_model_order(tensor, form)
     )
 
 
@@ -289,7 +296,7 @@ def _fill(
     for name, tensor in own.items():
         value, form = named.get(plain_name(name)), (forms or {}).get(name)
         shape = tensor.shape
-        is_held = isinstance(form, Held)
+        is_held = isinstance(form, ExpertForm)
         if form is not None:
             shape = form.whole_shape(shape) if is_held else form.shape_in_model(shape)
         if value is None or value.shape != shape:

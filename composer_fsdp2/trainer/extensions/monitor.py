@@ -14,7 +14,7 @@ from composer.utils import dist
 from torch import nn
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.held import layer_of
+from composer_fsdp2.parallel.expert_form import layer_of
 from composer_fsdp2.prepare.measured_step import MONITOR, Traffic, show
 from composer_fsdp2.step.run import Run, run_of
 from composer_fsdp2.text import plain_name

@@ -21,7 +21,7 @@ from composer_fsdp2.optim.muon.exchange import (
     plan_exchange,
 )
 from composer_fsdp2.optim.muon.newton_schulz import MatrixLayout
-from composer_fsdp2.parallel.row_order import RowOrder
+from composer_fsdp2.parallel.fused_rows import FusedRowsForm
 
 LARGE = 2**27
 
@@ -175,7 +175,7 @@ def on_two_axes(draw: st.DrawFn) -> tuple[list[MatrixSplit], int, int]:
         if blocks:  # a fused projection, in the order of the ranks, with rows that share evenly
             own = sum(blocks) // degree
             padding = -own % shards
-            order = RowOrder(blocks, degree, 0, padding)
+            order = FusedRowsForm(blocks, degree, 0, padding)
             layout = MatrixLayout(blocks if len(blocks) > 1 else None)
             cuts = ((1, 0), (0, 0))
             shape = (sum(blocks), other)

@@ -23,21 +23,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composer_fsdp2.parallel.row_order import part_of
+from composer_fsdp2.parallel.fused_rows import part_of
 
 __all__ = [
     "LAYER",
+    "ExpertForm",
     "ExpertMesh",
-    "Held",
     "HeldLayer",
-    "held_by",
+    "expert_form_of",
     "is_remote",
     "layer_of",
     "shard_of",
 ]
 
 _HELD = "_fsdp2_held"
-"""attribute of a parameter, for `held_by`"""
+"""attribute of a parameter, for `expert_form_of`"""
 LAYER = "_fsdp2_held_layer"
 """attribute of a module that has a `HeldLayer` without being one, for `layer_of`"""
 
@@ -76,7 +76,7 @@ class ExpertMesh:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class ExpertForm:
     """Which ranks hold a parameter."""
 
     mesh: ExpertMesh
@@ -185,20 +185,20 @@ def layer_of(module: object) -> HeldLayer | None:
     return module if isinstance(module, HeldLayer) else getattr(module, LAYER, None)
 
 
-def held_by(param: object) -> Held | None:
+def expert_form_of(param: object) -> ExpertForm | None:
     """Returns which ranks hold a parameter, `None` for one of which every rank has its share."""
     return getattr(param, _HELD, None)
 
 
 def shard_of(param: nn.Parameter) -> Shard | None:
     """Which dimension FSDP2 is to shard; `None` leaves it to torch."""
-    held = held_by(param)
+    held = expert_form_of(param)
     return None if held is None or held.dim is None else Shard(held.dim)
 
 
 def is_remote(param: object) -> bool:
     """Whether other ranks hold a parameter; see [Note: remote experts]."""
-    held = held_by(param)
+    held = expert_form_of(param)
     return held is not None and held.place != held.mesh.place
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_fsdp2.parallel.row_order import RowOrder
+from composer_fsdp2.parallel.fused_rows import FusedRowsForm
 
 CASES = [
     ((12,), 2, 0, 1),
@@ -16,7 +16,7 @@ CASES = [
 ]
 
 
-def parts_by_hand(whole: torch.Tensor, order: RowOrder) -> list[torch.Tensor]:
+def parts_by_hand(whole: torch.Tensor, order: FusedRowsForm) -> list[torch.Tensor]:
     """What each rank holds: its share of each block, then zeros."""
     blocks = whole.split(order.blocks, order.dim)
     shares = zip(*(block.chunk(order.degree, order.dim) for block in blocks), strict=True)
@@ -27,7 +27,7 @@ def parts_by_hand(whole: torch.Tensor, order: RowOrder) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("blocks", "degree", "dim", "padding"), CASES)
 def test_there_and_back(blocks: tuple[int, ...], degree: int, dim: int, padding: int):
-    order = RowOrder(blocks, degree, dim, padding)
+    order = FusedRowsForm(blocks, degree, dim, padding)
     shape = [3, 5]
     shape[dim] = sum(blocks)
     whole = torch.arange(1.0, 1 + shape[0] * shape[1]).view(shape)

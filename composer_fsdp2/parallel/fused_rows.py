@@ -28,10 +28,10 @@ from torch.distributed.tensor.placement_types import Placement
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 
 __all__ = [
-    "RowOrder",
+    "FusedRowsForm",
     "cut_in_order",
+    "fused_rows_form_of",
     "group_dividing",
-    "order_of",
     "part_of",
     "rows_of",
     "set_order",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _ORDER = "_fsdp2_row_order"
-"""attribute of a parameter, for `order_of`"""
+"""attribute of a parameter, for `fused_rows_form_of`"""
 
 States = Mapping[int, Mapping[Any, Any]]
 """state of each parameter, by its number in the state dict of the optimizer"""
@@ -55,7 +55,7 @@ _Change = Callable[[Mapping[int, tuple[Any, Any]], States], States]
 
 
 @dataclass(frozen=True, slots=True)
-class RowOrder:
+class FusedRowsForm:
     """The order in which ranks hold what lies in blocks along one dimension."""
 
     blocks: tuple[int, ...]
@@ -105,12 +105,12 @@ class RowOrder:
         return torch.Size((*shape[: self.dim], sum(self.blocks), *shape[self.dim + 1 :]))
 
 
-def set_order(param: nn.Parameter, order: RowOrder) -> None:
+def set_order(param: nn.Parameter, order: FusedRowsForm) -> None:
     """Remembers the order on a parameter; sharding carries attributes over."""
     setattr(param, _ORDER, order)
 
 
-def order_of(param: object) -> RowOrder | None:
+def fused_rows_form_of(param: object) -> FusedRowsForm | None:
     """Returns the order of a parameter's rows, `None` where it is that of the model."""
     return getattr(param, _ORDER, None)
 
@@ -177,19 +177,19 @@ def group_dividing(param: object) -> dist.ProcessGroup | None:
 
 def shape_in_model(param: torch.Tensor) -> torch.Size:
     """Returns the shape of a parameter before layers were divided. Collective: no."""
-    order = order_of(param)
+    order = fused_rows_form_of(param)
     return param.shape if order is None else order.shape_in_model(param.shape)
 
 
 def whole_to_part(whole: torch.Tensor, like: DTensor) -> DTensor:
     """This rank's part of a whole tensor of the model, divided like a parameter. Collective: no."""
-    order = order_of(like)
+    order = fused_rows_form_of(like)
     whole = whole if order is None else order.to_ranks(whole)
     return part_of(whole, like.device_mesh, like.placements)
 
 
 @torch.no_grad()
-def to_model_order(value: Any, order: RowOrder | None, _like: Any = None) -> Any:
+def to_model_order(value: Any, order: FusedRowsForm | None, _like: Any = None) -> Any:
     """Returns a tensor as the model has it. Collective: yes, for a DTensor with an order."""
     if order is None:
         return value
@@ -202,7 +202,7 @@ def to_model_order(value: Any, order: RowOrder | None, _like: Any = None) -> Any
 
 
 @torch.no_grad()
-def to_ranks_order(value: Any, order: RowOrder | None, like: torch.Tensor | None) -> Any:
+def to_ranks_order(value: Any, order: FusedRowsForm | None, like: torch.Tensor | None) -> Any:
     """Returns a tensor of the model as the ranks have it. Collective: yes, as `to_model_order`."""
     if order is None:
         return value
@@ -272,7 +272,9 @@ def show_usual_order(module: nn.Module) -> None:
     Collective: no, but each state dict is from then on, over the ranks of a fused parameter.
     """
     params = module._parameters.items()
-    orders = {name: order for name, param in params if (order := order_of(param)) is not None}
+    orders = {
+        name: order for name, param in params if (order := fused_rows_form_of(param)) is not None
+    }
     if orders:
         # The orders are kept for the hooks: a gathered parameter is another object in the place of
         # the one that has the attribute.
@@ -285,7 +287,7 @@ def show_usual_order(module: nn.Module) -> None:
 
 def _change(
     change: Callable[..., Any],
-    orders: Mapping[str, RowOrder],
+    orders: Mapping[str, FusedRowsForm],
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
@@ -306,14 +308,14 @@ def show_usual_order_of_states(optimizer: torch.optim.Optimizer) -> None:
     """
     show_usual_states(
         optimizer,
-        order_of,
+        fused_rows_form_of,
         functools.partial(_in_order, to_model=True),
         functools.partial(_in_order, to_model=False),
     )
 
 
 def _in_order(
-    forms: Mapping[int, tuple[Any, RowOrder]], states: States, *, to_model: bool
+    forms: Mapping[int, tuple[Any, FusedRowsForm]], states: States, *, to_model: bool
 ) -> States:
     """Returns states whose tensors for fused parameters are in the other order."""
     change = to_model_order if to_model else to_ranks_order
