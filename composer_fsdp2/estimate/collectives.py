@@ -54,6 +54,9 @@ _ROWS: Mapping[str, tuple[str, int, int]] = {
 _SEND_NOTHING = {"_wrap_tensor_autograd", "barrier", "monitored_barrier_", "wait_tensor"}
 _AGREE = {"all-reduce", "broadcast"}
 """kinds by which ranks agree on integers"""
+_COPIED = {"all-gather", "reduce-scatter"}
+"""kinds for which gloo takes a tensor as large as the whole one, and frees it (`newLikeFlat` and
+`clone` in https://github.com/pytorch/pytorch/blob/v2.7.0/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)"""
 
 
 class CollectiveCounter:
@@ -69,14 +72,16 @@ class CollectiveCounter:
         self.bytes: Counter[Key] = Counter()
         self.calls: Counter[Key] = Counter()
 
-    def hear(self, name: str, args: Any, result: Any) -> None:
-        """Counts one call. Integers that ranks agree on are not counted: they are some bytes.
+    def hear(self, name: str, args: Any, result: Any) -> list[torch.Tensor]:
+        """Counts one call, and returns the tensors of which gloo makes a copy.
+
+        Integers that ranks agree on are not counted: they are some bytes.
 
         Raises:
             PlanError: it is of a kind that is not known, and would be missing in the sum.
         """
         if name in _SEND_NOTHING:
-            return
+            return []
         if name not in _ROWS:
             raise PlanError(
                 f"A step calls the collective '{name}', which the plan has no row for. Its bytes "
@@ -86,10 +91,11 @@ class CollectiveCounter:
         whole = result if chosen == _RESULT else args[chosen]
         tensors = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, torch.Tensor)]
         if kind in _AGREE and not any(tensor.is_floating_point() for tensor in tensors):
-            return
+            return []
         key = kind, self.axis_of(args[place])
         self.calls[key] += 1
         self.bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return tensors if kind in _COPIED else []
 
     def axis_of(self, given: Any) -> Axis:
         """Returns the axis of a group, which an operator is given by name or in a box."""

@@ -1,8 +1,8 @@
 """Runs training on tensors without memory, in one process that is one of any number of ranks.
 
 [Note: known values] A fake tensor has a shape and no values, and models ask for some: whether a
-mask is full, how often an optimizer has stepped. So small integers, truth values and single numbers
-that follow from data which is known are computed beside the fake tensors. A value that follows from
+mask is full, how often an optimizer has stepped. So small tensors that follow from data which is
+known, such as ones or positions, are computed beside the fake tensors. A value that follows from
 weights or activations is not known: reading it raises `UntraceableError`.
 """
 
@@ -57,6 +57,7 @@ _MASKS = {torch.bool, torch.uint8}
 """dtypes of an index whose values decide how many elements a result has"""
 _KNOWN_ELEMENTS = 2**20
 """larger tensors have no known values"""
+_NO_VALUES = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty}
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 """of operators that send something"""
 _FLOPS: dict[Any, Callable[..., int]] = {
@@ -225,14 +226,15 @@ class Watch(TorchDispatchMode):
     """Sees every operation: its memory, its FLOPs and, if it is a collective, its arguments.
 
     Args:
-        heard: is called with the name, arguments and result of each collective.
+        heard: is called with the name, arguments and result of each collective, and returns the
+            tensors of which gloo makes a copy.
         mode: of fake tensors, whose known values are computed; `None` for real ones.
-        on_gpus: counts the memory that kernels of GPUs take and free.
+        on_gpus: counts the memory that kernels of GPUs take and free, and no copies of gloo.
     """
 
     def __init__(
         self,
-        heard: Callable[[str, Any, Any], None],
+        heard: Callable[[str, Any, Any], list[torch.Tensor]],
         mode: FakeTensorMode | None = None,
         *,
         on_gpus: bool = False,
@@ -316,7 +318,8 @@ class Watch(TorchDispatchMode):
         if self._on_gpus and packet in _KERNELS_WITH_COPY:
             self._note_made([torch.empty_like(given[0])])
         if func.namespace in _NAMESPACES:
-            self._heard(packet.__name__, args, result)
+            copied = self._heard(packet.__name__, args, result)
+            self._note_made([torch.empty_like(t) for t in copied if not self._on_gpus])
             if packet.__name__ != "allreduce_":  # of equal ranks it changes no maximum
                 self._forget(given)
             return result
@@ -355,7 +358,7 @@ class Watch(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, given: Any, made: list[torch.Tensor], result: Any
     ) -> None:
         """Computes the values of a result, if all that it is made of is known."""
-        if not all(map(_is_small, made)):
+        if not all(map(_is_small, made)) or func.overloadpacket in _NO_VALUES:
             return
         if func.overloadpacket is torch.ops.aten.rand and made[0].numel() == 1:
             # Models that drop layers draw a number for each: none is dropped above their rate.
@@ -409,7 +412,4 @@ def _is_on_meta(tensor: torch.Tensor) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    is_one = tensor.numel() == 1
-    if not is_one and (tensor.is_floating_point() or tensor.is_complex()):
-        return False
     return tensor.numel() <= _KNOWN_ELEMENTS and not _is_on_meta(tensor)

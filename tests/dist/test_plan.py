@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.plan_layouts import LAYOUTS, PEAKS, Dense, Layout, allocated, counted, predicted
+from tests.support.plan_layouts import (
+    LAYOUTS,
+    PEAKS,
+    Dense,
+    Layout,
+    allocated,
+    counted,
+    predicted,
+    resident,
+)
 
 PRELOAD = ["tests.support.plan_layouts"]
 
@@ -67,3 +76,23 @@ def test_on_gpus_torch_steps_all_tensors_at_once(ranks: Callable[..., list[int]]
     unsaid = together(None)
     assert predicted(unsaid, 0, on_gpus=True)["peak"] == pytest.approx(found, rel=0.02)
     assert predicted(unsaid, 0)["peak"] < 0.95 * found
+
+
+ONE_BLOCK = Layout(
+    2,
+    build=lambda: Dense(width=1024, layers=1),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    rows=1,
+    length=2,
+)
+
+
+def resident_in_a_step() -> int:
+    return resident(ONE_BLOCK, dist.get_rank())
+
+
+def test_copies_that_gloo_makes_are_in_the_peak(ranks: Callable[..., list[int]]):
+    # Memory that nobody wrote yet is not resident, so this is at most what was allocated.
+    found = min(ranks(2, resident_in_a_step))
+    assert predicted(ONE_BLOCK, 0, on_gpus=True)["peak"] < 0.95 * found
+    assert 0.98 * found < predicted(ONE_BLOCK, 0)["peak"] < 1.15 * found

@@ -116,8 +116,18 @@ class Dropping(Dense):
         return super().forward(ids) * (2 if torch.rand([]) < 0.1 else 1)
 
 
-def test_no_layer_of_those_skipped_at_random_is(monkeypatch):
-    found = predicted(Dropping(), Layout(2), monkeypatch)
+class Masked(Dense):
+    """Asks whether a mask of ones that it made hides anything, as OPT does."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(ids.shape)
+        return super().forward(ids) * (1 if torch.all(mask == 1) else 2)
+
+
+@pytest.mark.parametrize("kind", [Dropping, Masked])
+def test_values_that_do_not_follow_from_weights_are_known(kind: type[Dense], monkeypatch):
+    """A number that decides whether a layer is skipped is such that none is."""
+    found = predicted(kind(), Layout(2), monkeypatch)
     assert found.notes == predicted(Dense(), Layout(2), monkeypatch).notes
     assert found.kept is not None
 
