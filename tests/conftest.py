@@ -16,7 +16,7 @@ A module-level function marked `world_size(n)` runs on all n ranks of a pool at 
 - `new_python` for a test whose new processes import large libraries; such tests run first.
 - `table("row", "other row")` for a test of more than twelve rows: those that are named run by
   default, the others with `-m matrix`. The tiers are explained in `tests/support/tiers.py`.
-- `smoke` for a test that runs on every version of the README's table, there without LLM Foundry.
+- `smoke` for a test that runs on every version of the README's table.
 - `fault("what happens", "survived")` puts it into the table of faults:
   `tests/support/faults_table.py`.
 - A skip names what is missing in the words of `tests/support/skips.py`, or it is a failure.

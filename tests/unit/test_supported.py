@@ -14,14 +14,15 @@ SECOND = r"\.venv/bin/uv pip install .*-c \.ci/stable\.txt .* && \.venv/bin/pyth
 
 
 def test_the_readme_says_which_row_is_which():
-    """The first is what pip gives; the second has the newest torch, with files of its own."""
+    """The first is what pip gives; the second has the newest torch and transformers."""
     said = PAGE.read_text().partition("<!-- end of supported -->")[2].partition("\n## ")[0]
-    (stable, *_), latest = rows()[0], rows()[1]
+    (stable, *_), newest = rows()[0], rows()[1]
     assert stable == "stable"
     assert re.search(r"`\.ci/stable\.txt` pins what `pip install mosaicml llm-foundry` gives", said)
-    assert f"`-c .ci/{latest[1]} --override .ci/{latest[2]}`" in said
-    newest = max((versions(*row[1:4])["torch"] for row in rows()), key=_number)
-    assert versions(*latest[1:4])["torch"] == newest
+    assert f"`.ci/install {newest[0]} .venv`" in said
+    for package in ("torch", "transformers"):
+        found = [versions(*row[1:4])[package] for row in rows()]
+        assert versions(*newest[1:4])[package] == max(found, key=_number)
 
 
 def _number(version: str) -> list[int]:
