@@ -6,9 +6,13 @@ __all__ = ["register", "register_console", "register_names"]
 
 
 def register() -> None:
-    """Adds what LLM Foundry finds by entry point where the package is installed."""
+    """Adds what LLM Foundry finds by entry point where the package is installed.
+
+    Runs without FSDP2 that our programs start get what transformers 5 lacks, too.
+    """
     from llmfoundry import registry
 
+    from composer_fsdp2 import patches
     from composer_fsdp2.foundry.transform import transform
     from composer_fsdp2.optim.muon.optimizer import Muon
     from composer_fsdp2.prepare.measured_step import MONITOR
@@ -16,6 +20,7 @@ def register() -> None:
     from composer_fsdp2.trainer.extensions import step_record
     from composer_fsdp2.trainer.extensions.monitor import FSDP2Monitor
 
+    patches.install_for_foundry()
     registry.config_transforms.register(config.TRANSFORM, func=transform)
     registry.callbacks.register(MONITOR, func=FSDP2Monitor)
     registry.optimizers.register("muon", func=Muon)

@@ -25,6 +25,7 @@ from composer_fsdp2.patches.extensions import (
 )
 from composer_fsdp2.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RANK
 from composer_fsdp2.patches.trainer import CHECKPOINT_ROWS, TRAINER_ROWS
+from composer_fsdp2.patches.transformers5 import TRANSFORMERS5_ROWS
 from composer_fsdp2.torch_private.reading import stop_guarding
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "check_feature",
     "describe_patches",
     "install",
+    "install_for_foundry",
     "install_for_models",
     "installed",
     "patch_states",
@@ -51,6 +53,7 @@ PATCHES: tuple[PatchPoint, ...] = (
     *ALGORITHM_ROWS,
     *FOUNDRY_ROWS,
     *HUGGINGFACE_ROWS,
+    *TRANSFORMERS5_ROWS,
 )
 
 NEEDS = {"torch": (2, 7), "mosaicml": (0, 32)}
@@ -75,6 +78,14 @@ def install() -> None:
     """
     engine.check_versions(NEEDS)
     engine.install_rows(PATCHES)
+
+
+def install_for_foundry() -> None:
+    """Lets LLM Foundry, which has to be loaded, run with transformers 5, also without FSDP2.
+
+    Collective: no.
+    """
+    engine.install_rows(TRANSFORMERS5_ROWS)
 
 
 def install_for_models() -> None:

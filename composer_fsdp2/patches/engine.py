@@ -72,7 +72,7 @@ class PatchPoint:
     """`package.module:attribute` or `package.module:Class.attribute`"""
     replacement: str
     """`module:name` below this package, imported when it is called; it gets the original as its
-    first argument, before those of the call; for a module, it alone"""
+    first argument, before those of the call; for what cannot be called, it alone"""
     feature: Feature
     why: str
     """what it does without the replacement"""
@@ -88,6 +88,8 @@ class PatchPoint:
     """what was read, where that is not the target itself"""
     asks: Callable[..., bool] | None = None
     """of a call's arguments: whether it asks for the feature; any other call is the original's"""
+    needed: Callable[[], bool] = lambda: True
+    """whether the packages that are installed lack what the row is for"""
 
     @property
     def package(self) -> str:
@@ -158,14 +160,13 @@ def _replace(row: PatchPoint) -> None:
     if row.feature in _off and (row.asks is None or _missing(row) is not None):
         return
     owner, name = _locate(row.target)
-    # `getattr` would take the function out of a static method, which has to be put back whole.
-    original = inspect.getattr_static(owner, name)
+    original = _original(owner, name)
     _originals[row.target] = original
-    if inspect.ismodule(original):
+    kind = type(original) if isinstance(original, (classmethod, staticmethod)) else None
+    function = original if kind is None else original.__func__
+    if not callable(function):
         setattr(owner, name, _resolve(row.replacement)(original))
         return
-    static = isinstance(original, staticmethod)
-    function = original.__func__ if static else original
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +175,13 @@ def _replace(row: PatchPoint) -> None:
         check_feature(row.feature)
         return _resolve(row.replacement)(function, *args, **kwargs)
 
-    setattr(owner, name, staticmethod(call) if static else call)
+    setattr(owner, name, call if kind is None else kind(call))
+
+
+def _original(owner: Any, name: str) -> Any:
+    # `getattr` would take the function out of a class method, which has to be put back whole.
+    found = inspect.getattr_static(owner, name)
+    return getattr(owner, name) if inspect.isgetsetdescriptor(found) else found
 
 
 def _resolve(replacement: str) -> Any:
@@ -184,11 +191,11 @@ def _resolve(replacement: str) -> Any:
 def _is_wanted(row: PatchPoint) -> bool:
     match row.package:
         case "llmfoundry":
-            return "llmfoundry" in sys.modules
+            return "llmfoundry" in sys.modules and row.needed()
         case "peft":  # Composer imports it where it is installed
-            return importlib.util.find_spec("peft") is not None
+            return importlib.util.find_spec("peft") is not None and row.needed()
         case _:
-            return True
+            return row.needed()
 
 
 def uninstall_rows() -> None:
@@ -353,7 +360,9 @@ class PatchState:
 
 def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:
     """Returns the state of every row whose package there is. It changes nothing but imports."""
-    present = [row for row in rows if importlib.util.find_spec(row.package) is not None]
+    present = [
+        row for row in rows if importlib.util.find_spec(row.package) is not None and row.needed()
+    ]
     off, problems = dict(_off), dict[str, str | None]()
     for row in present:
         if row.target not in _originals or row.feature in _off:

@@ -13,6 +13,7 @@ from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 
 from composer_fsdp2 import installed
+from composer_fsdp2.patches import install_for_foundry
 from tests.dist.test_sequence_parallel import SIZES
 from tests.dist.test_sequence_trainer import MODELS, SIZE, STEPS, VIEWS, Samples, hugging_face, sgd
 from tests.support.parity import autocast, rounded
@@ -26,6 +27,8 @@ def mpt() -> ComposerModel:
     """Its blocks are handed ALiBi's biases, which are fp32 under autocast too."""
     pytest.importorskip("llmfoundry")
     from llmfoundry.models.mpt import ComposerMPTCausalLM
+
+    install_for_foundry()
 
     sizes = {"d_model": 32, "n_heads": 8, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 64}
     return ComposerMPTCausalLM(

@@ -23,6 +23,7 @@ from composer_fsdp2.parallel.expert.experts import ExpertLayer, Routing, send_ro
 from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
 from composer_fsdp2.parallel.expert_form import expert_form_of, is_remote, layer_of
 from composer_fsdp2.parallel.fused_rows import group_dividing, part_of
+from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.torch_private.tensors import local_part
@@ -577,6 +578,8 @@ def mpt(kind: str) -> nn.Module:
     """With `torch_dmoe` of LLM Foundry, whose experts lie one after the other in a matrix."""
     pytest.importorskip("llmfoundry", reason="needs the extra foundry")
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    install_for_foundry()
 
     experts: dict[str, Any] = {
         "ffn_type": "torch_dmoe",

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from composer_fsdp2 import prepare_fully_shard, sequence_attention
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.patches import install_for_foundry
 from tests.dist.test_tensor_parallel import usual_gradient
 from tests.support.parity import OPTIMIZERS, TOLERANCE, assert_close, assert_same_values, full
 
@@ -71,6 +72,8 @@ def gpt2(**changes: Any) -> nn.Module:
 def mpt(**attention: Any) -> nn.Module:
     pytest.importorskip("llmfoundry")
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    install_for_foundry()
 
     config = MPTConfig(
         d_model=32,

@@ -22,6 +22,7 @@ from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.leaving.joint_exit import joint_exit_of
 from composer_fsdp2.parallel.fused_rows import fused_rows_form_of
+from composer_fsdp2.patches import install_for_foundry
 from tests.dist.test_blocks import fresh_compiler, graphs
 from tests.dist.test_sequence_parallel import SIZES, batches, llama
 from tests.dist.test_tensor_files import whole_state
@@ -64,6 +65,8 @@ def hugging_face() -> ComposerModel:
 def foundry() -> ComposerModel:
     pytest.importorskip("llmfoundry")
     from llmfoundry.models.mpt import ComposerMPTCausalLM
+
+    install_for_foundry()
 
     sizes = {"d_model": 32, "n_heads": 8, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 64}
     return ComposerMPTCausalLM(

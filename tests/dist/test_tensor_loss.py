@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from composer_fsdp2 import install
 from composer_fsdp2.blocks.vocabulary_loss import Statistics, VocabularyPart, parallel_cross_entropy
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.patches import install_for_foundry
 from tests.dist.test_tensor_parallel import (
     LENGTH,
     SIZE,
@@ -152,6 +153,8 @@ def test_foundrys_loss_is_that_of_one_process():
 def foundrys_mpt() -> Any:
     """With a head of its own, whose logits are scaled, and Foundry's loss."""
     from llmfoundry.models.mpt import ComposerMPTCausalLM
+
+    install_for_foundry()
 
     return ComposerMPTCausalLM(
         d_model=16,

@@ -17,6 +17,7 @@ from torch import nn
 from composer_fsdp2 import clip_grad_norm_, install, prepare_fully_shard
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.fused_rows import fused_rows_form_of
+from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.step.run import run_of
 from tests.support.parity import (
     OPTIMIZERS,
@@ -91,6 +92,8 @@ def gpt2() -> nn.Module:
 def mpt(**attention: Any) -> nn.Module:
     pytest.importorskip("llmfoundry")
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    install_for_foundry()
 
     config = MPTConfig(
         d_model=16,

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from composer_fsdp2 import ConfigError, prepare_fully_shard
+from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.shard.device_mesh import with_cpu_backend
 from tests.support.models import TinyLM, batches, llama_config
 
@@ -203,6 +204,7 @@ def mpt() -> tuple[nn.Module, str]:
     modeling = pytest.importorskip(
         "llmfoundry.models.mpt.modeling_mpt", reason="needs the extra foundry"
     )
+    install_for_foundry()
     sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "vocab_size": 17}
     config = modeling.MPTConfig(max_seq_len=8, **sizes, attn_config={"attn_impl": "torch"})
     return modeling.MPTForCausalLM(config), "MPTBlock"

@@ -24,6 +24,7 @@ from transformers import (
 from composer_fsdp2 import Muon, prepare_fully_shard
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.estimate.trace import Trace, Work, observe_steps, trace_steps
+from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.prepare.trace import compute_loss, preparing, traced_settings
 from composer_fsdp2.step.run import Run, run_of
 from tests.support.experts import EXPERTS, FAMILIES, choose, force
@@ -207,6 +208,8 @@ def gpt2() -> nn.Module:
 
 def mpt(**options: Any) -> nn.Module:
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    install_for_foundry()
 
     sizes = {"d_model": WIDTH, "n_layers": DEPTH, "vocab_size": WORDS, "max_seq_len": TOKENS}
     config = MPTConfig(n_heads=4, attn_config={"attn_impl": "torch"}, **{**sizes, **options})

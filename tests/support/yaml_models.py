@@ -20,7 +20,13 @@ from unittest.mock import patch
 from composer.models import ComposerModel
 from transformers import PreTrainedModel
 
+try:
+    from transformers.initialization import no_init_weights
+except ImportError:  # transformers 4
+    from transformers.modeling_utils import no_init_weights
+
 from composer_fsdp2.foundry.model_configs import CONFIGS
+from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.shard.units import collector_paused
 
 PARAMETERS = {
@@ -54,8 +60,8 @@ def build_model(model: Mapping[str, Any]) -> ComposerModel:
 def _build(settings: str) -> ComposerModel:
     from llmfoundry.utils.builders import build_composer_model
     from llmfoundry.utils.config_utils import process_init_device
-    from transformers.modeling_utils import no_init_weights  # transformers 5 has it elsewhere
 
+    install_for_foundry()
     model = json.loads(settings)
     context = process_init_device(model, fsdp_config={})
     # Weights on meta have no values: neither torch nor Transformers need set them.

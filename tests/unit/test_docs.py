@@ -41,7 +41,7 @@ from tests.support.models import TinyComposer, llama_config
 from tests.support.settings_mistakes import WRITTEN, message, sentences
 from tests.support.training import loader_of, samples_of
 
-SHELL = {"cd", "export", "mkdir", "source"}
+SHELL = {".ci/install", "cd", "export", "mkdir", "source"}
 INSTALLING = {"python", ".venv/bin/pip", ".venv/bin/uv", ".venv/bin/python", "pip"}
 OF_ONE_MODEL = {"load_path", "model", "model_name", "tokenizer"}
 """which an evaluation may have beside its other keys"""

@@ -27,6 +27,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli.main import app
+from composer_fsdp2.patches import install_for_foundry
 from tests.support.saved import save_file, save_folder
 
 WORDS = ["[UNK]", "[PAD]", "all", "who", "wander.v", "are", "not", "lost"]
@@ -407,6 +408,7 @@ def test_every_kind_of_tokenizer_file(tmp_path: Path):
 def test_mpt(tmp_path: Path):
     """Its class is LLM Foundry's; transformers has another one for the same `model_type`."""
     mpt = pytest.importorskip("llmfoundry.models.mpt", reason="needs the extra foundry")
+    install_for_foundry()
     model = mpt.ComposerMPTCausalLM(
         tokenizer=tokenizer(),
         d_model=16,

@@ -10,6 +10,7 @@ pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 from llmfoundry.models.mpt import ComposerMPTCausalLM
 
 from composer_fsdp2.foundry.offline_model import fuse_attention, offline_config, without_flash
+from composer_fsdp2.patches import install_for_foundry
 
 
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")
@@ -31,6 +32,7 @@ def test_an_mpt_computes_the_same_with_fused_attention(attention):
     assert without_flash(changed) == (changed, False)
     del changed["name"]
     torch.manual_seed(3)
+    install_for_foundry()
     model = ComposerMPTCausalLM(tokenizer=None, **changed)
     ids = torch.randint(0, 64, (2, 16))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}

@@ -11,19 +11,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from composer.core import Event
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from composer_fsdp2 import patches
 from composer_fsdp2.errors import PatchError
 from composer_fsdp2.fingerprint import fingerprint_text
 from composer_fsdp2.foundry import transform
 from composer_fsdp2.patches import (
-    PATCHES,
     PatchPoint,
     describe_patches,
     engine,
@@ -37,14 +37,14 @@ from tests.support.limits import scaled
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
+from llmfoundry.models.mpt import MPTConfig
+from llmfoundry.models.utils import meta_init_context
+
+PATCHES = tuple(row for row in patches.PATCHES if row.needed())
+
 
 def current(target: str) -> object:
-    module, _, path = target.partition(":")
-    owner = importlib.import_module(module)
-    *outer, name = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    return inspect.getattr_static(owner, name)
+    return engine._original(*engine._locate(target))
 
 
 def state() -> list[object]:
@@ -54,20 +54,26 @@ def state() -> list[object]:
 def all_replaced(originals: list[object]) -> bool:
     """Whether every target is a wrapper of what was there, and of nothing in between."""
     return all(
-        now is not then and innermost(now) is innermost(then)
+        now is not then and innermost(now) == innermost(then)
         for now, then in zip(state(), originals, strict=True)
     )
 
 
 def innermost(replaced: object) -> object:
-    if isinstance(replaced, ModuleType):
-        return vars(replaced).get("wrapped", replaced)
-    assert callable(replaced)
-    return inspect.unwrap(replaced)
+    replaced = getattr(replaced, "__func__", replaced)
+    if callable(replaced):
+        return inspect.unwrap(replaced)
+    if isinstance(replaced, tuple):  # base classes, to which one is added
+        return replaced[:1]
+    return vars(replaced).get("wrapped", replaced)
 
 
 def functions() -> list[PatchPoint]:
-    return [point for point in PATCHES if not isinstance(current(point.target), ModuleType)]
+    return [point for point in PATCHES if is_function(current(point.target))]
+
+
+def is_function(found: object) -> bool:
+    return callable(getattr(found, "__func__", found))
 
 
 @pytest.fixture(autouse=True)
@@ -306,11 +312,19 @@ ASKING: dict[str, Callable[[PatchPoint], object]] = {
     "generate of a sharded model": called(Shards(1, 1)),
     "resize_token_embeddings of a sharded model": called(Shards(1, 1), 40),
     "FullyShardedDataParallel.summon_full_params of a sharded model": called(Shards(1, 1)),
+    "use_auth_token or load_in_8bit with transformers 5": lambda _: PreTrainedModel.from_pretrained(
+        "folder", load_in_8bit=False
+    ),
+    "LLM Foundry's init_empty_weights with transformers 5": lambda _: (
+        meta_init_context.init_on_device(torch.device("meta"))
+    ),
+    "LLM Foundry's MPT with transformers 5": lambda _: MPTConfig(),
 }
 
 
 def test_every_feature_is_asked_for_in_a_test():
-    assert {row.feature.name for row in FEATURES} == set(ASKING)
+    features = {row.feature.name for row in patches.PATCHES if row.feature is not engine.CORE}
+    assert features == set(ASKING)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, row: PatchPoint) -> None:
@@ -325,8 +339,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: PatchPoint) -> None:
         assert fingerprint_text(changed) in row.fingerprints
         return
     owner, name = engine._locate(row.target)
-    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-    monkeypatch.setattr(owner, name, staticmethod(unknown) if static else unknown)
+    found = inspect.getattr_static(owner, name)
+    kind = type(found) if isinstance(found, (classmethod, staticmethod)) else lambda item: item
+    monkeypatch.setattr(owner, name, kind(unknown))
 
 
 @pytest.mark.table(
@@ -444,7 +459,8 @@ def test_every_row_says_what_and_why():
 
 def test_replacements_take_the_same_arguments():
     for point in functions():
-        theirs = inspect.signature(current(point.target)).parameters.values()
+        found = current(point.target)
+        theirs = inspect.signature(getattr(found, "__func__", found)).parameters.values()
         ours = inspect.signature(engine._resolve(point.replacement))
         passed = [p.name for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
         named = {p.name: p.default for p in theirs if p.kind is p.KEYWORD_ONLY}
@@ -456,9 +472,9 @@ def test_replacements_take_the_same_arguments():
 def test_a_replaced_function_still_looks_like_the_original(originals):
     with installed():
         for now, then in zip(state(), originals, strict=True):
-            if not isinstance(then, ModuleType):
-                assert callable(now)
-                assert callable(then)
+            if is_function(then):
+                assert is_function(now)
+                now, then = (getattr(item, "__func__", item) for item in (now, then))
                 assert inspect.signature(now) == inspect.signature(then)
             assert now.__doc__ == then.__doc__
 

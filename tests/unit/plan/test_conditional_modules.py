@@ -49,7 +49,9 @@ class Gated(TinyLM):
 def vision() -> nn.Module:
     shape = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
     tower = transformers.CLIPVisionConfig(**shape, num_attention_heads=2, image_size=8)
-    config = transformers.LlavaConfig(tower, llama_config(), attn_implementation="eager")
+    config = transformers.LlavaConfig(
+        vision_config=tower, text_config=llama_config(), attn_implementation="eager"
+    )
     return transformers.LlavaForConditionalGeneration(config)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule, with_fp32_islands
@@ -120,6 +121,8 @@ def test_models_without_what_they_have_a_getter_for():
 
 def test_mpt_with_a_head():
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    install_for_foundry()
 
     def found(tied: bool) -> dict[str, tuple[int, Any, str]]:
         config = MPTConfig(

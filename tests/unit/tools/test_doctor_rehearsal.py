@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from composer_fsdp2.cli import main
 from composer_fsdp2.foundry.model_configs import CONFIGS
+from composer_fsdp2.patches import install_for_foundry
 from tests.support import foundry
 from tests.support.foundry import FSDP2, run_of
 from tests.support.run_mistakes import GONE, MISTAKES, changed, good, mistaken
@@ -41,6 +42,8 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _write_checkpoint(file: Path) -> None:
     from llmfoundry.models.mpt import ComposerMPTCausalLM
+
+    install_for_foundry()
 
     block = {key: value for key, value in foundry.MODEL.items() if key != "name"}
     state = {
