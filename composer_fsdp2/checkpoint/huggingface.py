@@ -206,7 +206,11 @@ def _adapter_names(
             "Trainer and call save_pretrained of the model."
         )
     adapted = [name for name in names if "lora_" in name and _ADAPTER in name]
-    beside = {name.partition("lora_")[0] + "bias" for name in adapted}
+    beside = {
+        name.partition("lora_")[0] + bias
+        for name in adapted
+        for bias in ("bias", "base_layer.bias")
+    }
     biases = {
         "none": [],
         "all": [name for name in names if "bias" in name],
@@ -312,10 +316,26 @@ def _tokenizer_files(stored: Mapping[str, Any], path: Path) -> Iterator[tuple[st
                 "could be written anywhere. Do not use this checkpoint."
             )
         if suffix == ".json":
-            content = _json(content)
+            content = _json(_with_templates(content))
         elif isinstance(content, list | tuple):
             content = "\n".join(content)
         yield file_name, content if isinstance(content, bytes) else content.encode()
+
+
+def _with_templates(content: Any) -> Any:
+    """Returns a tokenizer's values with the special tokens of a template that has none.
+
+    A sharded checkpoint keeps no empty mapping, and tokenizers refuses a template without it:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/_traverse.py#L55
+    """
+    if isinstance(content, list | tuple):
+        return [_with_templates(item) for item in content]
+    if not isinstance(content, Mapping):
+        return content
+    found = {key: _with_templates(item) for key, item in content.items()}
+    if found.get("type") == "TemplateProcessing":
+        found.setdefault("special_tokens", {})
+    return found
 
 
 def _given(path: Path) -> _Beside:

@@ -27,7 +27,7 @@ from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.torch_private.tensors import local_part
-from tests.support.experts import EXPERTS, FAMILIES, Sparse, choose, force
+from tests.support.experts import EXPERTS, FAMILIES, STACKED, Sparse, choose, force
 from tests.support.models import VOCAB
 from tests.support.pairs import parametrize_by_turns, parametrize_pairs
 from tests.support.parity import (
@@ -855,6 +855,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         "reshard_after_forward is a number",
     ),
 }
+if STACKED:  # they are about lists of experts
+    del REFUSED["tensor layers"], REFUSED["trained"]
 
 
 @pytest.mark.table(*(case for case in REFUSED if case not in ("no name", "no match")))

@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     ),
     "ranks": (llama, 3, "does not divide the world size 2"),
     "heads": (
-        lambda: llama(num_attention_heads=5, num_key_value_heads=1),
+        lambda: llama(hidden_size=20, num_attention_heads=5, num_key_value_heads=1),
         {"degree": 2, "method": "ulysses"},
         "5 heads, which 2 ranks cannot share",
     ),

@@ -58,11 +58,12 @@ def test_heads_of_a_group_drop_other_weights_and_the_rest_the_same():
         kept.setdefault(name, []).append(passed.flatten())
 
     for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout) and "attn_dropout" not in name:
             module.register_forward_hook(lambda _m, _a, out, name=name: keep(name, out))
     ids = global_batches(1)[0]
     for _ in range(3):
-        model(ids)
+        for number, weights in enumerate(model(ids, output_attentions=True).attentions):
+            keep(f"{number}.attn_dropout", weights)
     assert len(kept) == 7
     for name, masks in kept.items():
         inside = "attn_dropout" in name
@@ -102,12 +103,12 @@ def test_an_error_between_divided_layers_leaves_one_stream():
     model = prepared(dropping())
     ids = global_batches(1)[0]
     model(ids)
-    inner = model.get_submodule("transformer.h.0.attn.attn_dropout")
+    inner = model.get_submodule("transformer.h.0.attn.c_proj")
 
     def fail(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    handle = inner.register_forward_hook(fail)
+    handle = inner.register_forward_pre_hook(fail, prepend=True)
     with pytest.raises(RuntimeError, match="on purpose"):
         model(ids)
     handle.remove()

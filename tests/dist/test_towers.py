@@ -196,7 +196,12 @@ def llava(kind: type[LlavaForConditionalGeneration], frozen: bool) -> nn.Module:
     shape = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
     vision = CLIPVisionConfig(**shape, num_attention_heads=2, image_size=8, patch_size=4)
     text = llama_config(vocab_size=IMAGE + 1, pad_token_id=0, use_cache=False)
-    config = LlavaConfig(vision, text, image_token_index=IMAGE, attn_implementation="eager")
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=IMAGE,
+        attn_implementation="eager",
+    )
     torch.manual_seed(0)
     model = kind(config)
     model.vision_tower.requires_grad_(not frozen)

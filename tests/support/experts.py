@@ -106,6 +106,8 @@ def _gpt_oss(experts: int = EXPERTS) -> nn.Module:
     return model
 
 
+STACKED = hasattr(transformers.PreTrainedModel, "set_experts_implementation")
+"""all experts of a layer are in one tensor: transformers 5"""
 FAMILIES: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "Mixtral": (_mixtral, "MixtralBlockSparseTop2MLP"),
     "Qwen3-MoE": (_qwen3, "Qwen3MoeMLP"),

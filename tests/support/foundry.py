@@ -248,7 +248,9 @@ def trained(cfg: dict[str, Any]) -> Trainer:
     from omegaconf import OmegaConf
 
     from composer_fsdp2.foundry.transform import transform
+    from composer_fsdp2.patches import install_for_foundry
 
+    install_for_foundry()  # as `composer-fsdp2 train` does, also for a run without FSDP2
     registry.config_transforms.register("composer_fsdp2", func=transform)
     registry.loggers.register("told", func=Recorded)
     registry.callbacks.register("interruption", func=Interruption)

@@ -18,7 +18,7 @@ from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, by_name
 from composer_fsdp2.plan.unit_size import UnitSizes
 from composer_fsdp2.plan.wrap_plan import LEFT_OUT, WrapPlan
-from tests.support.experts import FAMILIES, Mixture, Sparse
+from tests.support.experts import FAMILIES, STACKED, Mixture, Sparse
 from tests.support.models import TinyLM, llama_config
 
 
@@ -29,8 +29,8 @@ def found(model: nn.Module, *patterns: str) -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_of(family: str):
     names = found(FAMILIES[family][0]())
-    assert names
-    assert {name.rpartition(".")[2] for name in names} == {"experts"}
+    assert bool(names) is not STACKED  # a tensor of all experts always gets a gradient
+    assert {name.rpartition(".")[2] for name in names} <= {"experts"}
 
 
 @pytest.mark.parametrize("attribute", ["experts", "expert_mlps", "members"])
