@@ -206,11 +206,8 @@ def _adapter_names(
             "Trainer and call save_pretrained of the model."
         )
     adapted = [name for name in names if "lora_" in name and _ADAPTER in name]
-    beside = {
-        name.partition("lora_")[0] + bias
-        for name in adapted
-        for bias in ("bias", "base_layer.bias")
-    }
+    layers = {name.partition("lora_")[0] for name in adapted}
+    beside = {layer + bias for layer in layers for bias in ("bias", "base_layer.bias")}
     biases = {
         "none": [],
         "all": [name for name in names if "bias" in name],

@@ -24,7 +24,7 @@ from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.checkpoint.pickles import TRUST_VARIABLE
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.foundry.transform import parse_run_config, transform
-from composer_fsdp2.patches import uninstall
+from composer_fsdp2.patches import install_for_foundry, uninstall
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.support.foundry import (
     FSDP2,
@@ -637,7 +637,8 @@ def evaluated(cfg: dict[str, Any], folder: Path) -> tuple[bool, dict[str, float]
     registry.config_transforms.register("composer_fsdp2", func=transform)
     file = folder / f"evaluation{dist.get_rank()}.yaml"
     file.write_text(yaml.safe_dump(cfg))
-    uninstall()  # a user's process has nothing installed yet
+    uninstall()  # a user's process has nothing installed yet, but for transformers 5
+    install_for_foundry()
     before = Path.cwd()
     os.chdir(folder)
     try:
