@@ -50,6 +50,12 @@ def _generation_is_a_mixin() -> bool:
     return not hasattr(PreTrainedModel, "generate")
 
 
+def _rotation_takes_no_positions() -> bool:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return "position_ids" not in inspect.signature(apply_rotary_pos_emb).parameters
+
+
 def _names_old_arguments(*_args: Any, **kwargs: Any) -> bool:
     return "use_auth_token" in kwargs or "load_in_8bit" in kwargs
 
@@ -89,6 +95,25 @@ TRANSFORMERS5_ROWS: tuple[PatchPoint, ...] = (
         takes={"d_model", "kwargs"},
         asks=_always,
         needed=_token_ids_are_missing,
+    ),
+    _row(
+        target=f"{_PACKAGE}.mpt.modeling_mpt:PartialLlamaConfig",
+        replacement="trainer.transformers5:build_rope_config",
+        feature=_MODEL,
+        why="refuses keys that the rotary embedding of transformers 5 reads",
+        upstream=f"{_UPSTREAM}/mpt/modeling_mpt.py#L115",
+        fingerprints={"b288fdadf943faa3"},
+        needed=_rotation_takes_no_positions,
+    ),
+    PatchPoint(
+        target=f"{_PACKAGE}.layers.attention:apply_rotary_pos_emb",
+        replacement="trainer.transformers5:rotate",
+        feature=_MODEL,
+        why="no longer takes the positions that LLM Foundry passes as None",
+        upstream="https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/models/llama/modeling_llama.py#L126",
+        takes={"q", "k", "cos", "sin", "unsqueeze_dim"},
+        versions="transformers 5.24.0",
+        needed=_rotation_takes_no_positions,
     ),
     _row(
         target=f"{_MPT}.__init__",

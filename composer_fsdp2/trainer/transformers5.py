@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from transformers import LlamaConfig
 from transformers.generation.utils import GenerationMixin
 
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "build_mpt",
     "build_mpt_config",
     "build_on_device",
+    "build_rope_config",
     "load_pretrained",
     "prepare_mpt_inputs",
+    "rotate",
     "tie_mpt",
 ]
 
@@ -56,6 +59,18 @@ def build_mpt_config(original: Callable[..., None], self: Any, *args: Any, **kwa
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         if not hasattr(self, name):
             setattr(self, name, None)
+
+
+def build_rope_config(_original: Any, *args: Any, **settings: Any) -> LlamaConfig:
+    """Replaces `PartialLlamaConfig`, which refuses keys that transformers 4 did not read."""
+    return LlamaConfig(*args, **settings)
+
+
+def rotate(
+    original: Callable[..., Any], *args: Any, position_ids: Any = None, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replaces `apply_rotary_pos_emb`: leaves out positions, which LLM Foundry passes as None."""
+    return original(*args, **kwargs)
 
 
 def build_mpt(original: Callable[..., None], self: Any, config: Any) -> None:

@@ -204,7 +204,8 @@ def llava(kind: type[LlavaForConditionalGeneration], frozen: bool) -> nn.Module:
     )
     torch.manual_seed(0)
     model = kind(config)
-    model.vision_tower.requires_grad_(not frozen)
+    # transformers 4 has it in the model itself.
+    getattr(model, "model", model).vision_tower.requires_grad_(not frozen)
     return model
 
 

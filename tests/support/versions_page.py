@@ -31,6 +31,30 @@ An unknown version of Composer, LLM Foundry, transformers or PEFT may have other
 those that the package replaces. The feature that needs an unknown function is then switched off. A
 run that asks for the feature is refused by name. `composer-fsdp2 doctor` lists what is off.
 
+## LLM Foundry and Composer on transformers 5
+
+LLM Foundry 0.22 and Composer 0.32 were written for transformers 4. `composer-fsdp2 train` and
+`composer-fsdp2 eval` replace functions where the installed transformers needs it, with FSDP2 or
+without. A program of your own calls `composer_fsdp2.install()` once LLM Foundry is imported, before
+it builds a model. All of this was run with transformers 5.24 on CPUs.
+
+| what | on transformers 5 |
+|---|---|
+| `hf_causal_lm`: from scratch, on meta, pretrained, `peft_config`, `pretrained_lora_id_or_path` | runs; with `pretrained: true` by replacement |
+| `load_in_8bit: true` | is passed on as a `quantization_config`; needs bitsandbytes, as before |
+| `config_overrides` that name `rope_theta` or `rope_scaling` | refused: the config has no such key. Write `rope_parameters: {rope_theta: ...}`; another kind of scaling belongs into `config.json` |
+| `mpt_causal_lm`: training, `generate`, `save_pretrained`, `from_pretrained`, `rope_impl: hf` | runs by replacement |
+| `hf_t5`: training, `generate` without FSDP2 | runs |
+| `hf_t5`: `generate` of a model sharded with FSDP2 | ends in torch's error about mixed tensors. Generate from a saved model |
+| `hf_causal_lm` and `mpt_causal_lm`: `generate` of a sharded model | runs |
+| text, finetuning, chat templates, conversion of text to MDS | runs |
+| evaluation: `icl_tasks` of language modeling, multiple choice, schemas and generation | runs |
+| `hf_checkpointer`, `composer-fsdp2 checkpoint convert --to hf`, `write_huggingface_pretrained_from_composer_checkpoint` | runs |
+| saving a model with MLflow 2 | fails: it asks for tensorflow. Write a folder with `hf_checkpointer` |
+| Composer's `Alibi` on GPT-2 and BERT | fails when the algorithm is applied or at the first batch. Leave it out |
+| Composer's `GatedLinearUnits`, `Generate` | runs |
+| `finetune_embedding_model`, contrastive models, ONNX and TorchScript export | not tried: they need a GPU or packages that are not installed |
+
 ## Settings that need a newer torch
 
 An older torch refuses these settings by name.

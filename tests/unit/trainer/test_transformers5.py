@@ -25,7 +25,8 @@ def _installed():
 def small_mpt(**changes: object) -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32}
-    config = mpt.MPTConfig(vocab_size=50, attn_config={"attn_impl": "torch"}, **sizes, **changes)
+    changes = {"attn_config": {"attn_impl": "torch"}, **changes}
+    config = mpt.MPTConfig(vocab_size=50, **sizes, **changes)
     return mpt.MPTForCausalLM(config).eval()
 
 
@@ -72,3 +73,15 @@ def test_an_mpt_generates_its_likeliest_words(padded: int, use_cache: bool):
     if use_cache and not padded:
         rows = model.transformer.wte(words)
         assert torch.equal(model.generate(inputs_embeds=rows, **options), expected[:, 5:])
+
+
+@pytest.mark.filterwarnings("ignore:alibi or rope is turned on:UserWarning")
+def test_the_rotation_of_an_mpt_is_that_of_llama():
+    rope = {"rope": True, "rope_theta": 5000, "rope_impl": "hf"}
+    scaling = {"rope_hf_config": {"type": "linear", "factor": 2.0}}
+    model = small_mpt(attn_config={"attn_impl": "torch", **rope, **scaling})
+    expected = 5000 ** -(torch.arange(0, 8, 2) / 8) / 2
+    torch.testing.assert_close(model.transformer.rotary_embedding.inv_freq, expected)
+    words = torch.randint(0, 50, (2, 5))
+    logits = model(input_ids=words).logits
+    torch.testing.assert_close(logits[:, :3], model(input_ids=words[:, :3]).logits)
