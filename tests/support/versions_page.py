@@ -31,6 +31,15 @@ An unknown version of Composer, LLM Foundry, transformers or PEFT may have other
 those that the package replaces. The feature that needs an unknown function is then switched off. A
 run that asks for the feature is refused by name. `composer-fsdp2 doctor` lists what is off.
 
+## Settings that need a newer torch
+
+An older torch refuses these settings by name.
+
+| setting | needs in `FSDPModule` |
+|---|---|
+"""
+
+FIVE = """
 ## LLM Foundry and Composer on transformers 5
 
 LLM Foundry 0.22 and Composer 0.32 were written for transformers 4. `composer-fsdp2 train` and
@@ -40,28 +49,70 @@ it builds a model. All of this was run with transformers 5.24 on CPUs.
 
 | what | on transformers 5 |
 |---|---|
-| `hf_causal_lm`: from scratch, on meta, pretrained, `peft_config`, `pretrained_lora_id_or_path` | runs; with `pretrained: true` by replacement |
-| `load_in_8bit: true` | is passed on as a `quantization_config`; needs bitsandbytes, as before |
-| `config_overrides` that name `rope_theta` or `rope_scaling` | refused: the config has no such key. Write `rope_parameters: {rope_theta: ...}`; another kind of scaling belongs into `config.json` |
-| `mpt_causal_lm`: training, `generate`, `save_pretrained`, `from_pretrained`, `rope_impl: hf` | runs by replacement |
-| `hf_t5`: training, `generate` without FSDP2 | runs |
-| `hf_t5`: `generate` of a model sharded with FSDP2 | ends in torch's error about mixed tensors. Generate from a saved model |
-| `hf_causal_lm` and `mpt_causal_lm`: `generate` of a sharded model | runs |
-| text, finetuning, chat templates, conversion of text to MDS | runs |
-| evaluation: `icl_tasks` of language modeling, multiple choice, schemas and generation | runs |
-| `hf_checkpointer`, `composer-fsdp2 checkpoint convert --to hf`, `write_huggingface_pretrained_from_composer_checkpoint` | runs |
-| saving a model with MLflow 2 | fails: it asks for tensorflow. Write a folder with `hf_checkpointer` |
-| Composer's `Alibi` on GPT-2 and BERT | fails when the algorithm is applied or at the first batch. Leave it out |
-| Composer's `GatedLinearUnits`, `Generate` | runs |
-| `finetune_embedding_model`, contrastive models, ONNX and TorchScript export | not tried: they need a GPU or packages that are not installed |
-
-## Settings that need a newer torch
-
-An older torch refuses these settings by name.
-
-| setting | needs in `FSDPModule` |
-|---|---|
 """
+
+FIVE_ROWS = (
+    (
+        "`hf_causal_lm`: from scratch, on meta, pretrained, `peft_config`, "
+        "`pretrained_lora_id_or_path`",
+        "runs; with `pretrained: true` by replacement",
+    ),
+    (
+        "`load_in_8bit: true`",
+        "is passed on as a `quantization_config`; needs bitsandbytes, as before",
+    ),
+    (
+        "`config_overrides` that name `rope_theta` or `rope_scaling`",
+        "refused: the config has no such key. Write `rope_parameters: {rope_theta: "
+        "...}`; another kind of scaling belongs into `config.json`",
+    ),
+    (
+        "`mpt_causal_lm`: training, `generate`, `save_pretrained`, `from_pretrained`, "
+        "`rope_impl: hf`",
+        "runs by replacement",
+    ),
+    (
+        "`hf_t5`: loss of a batch, `generate` without FSDP2",
+        "runs",
+    ),
+    (
+        "`hf_t5`: `generate` of a model sharded with FSDP2",
+        "ends in torch's error about mixed tensors. Generate from a saved model",
+    ),
+    (
+        "`hf_causal_lm` and `mpt_causal_lm`: `generate` of a sharded model",
+        "runs",
+    ),
+    (
+        "text, finetuning, chat templates, conversion of text to MDS",
+        "runs",
+    ),
+    (
+        "evaluation: `icl_tasks` of language modeling, multiple choice, schemas and generation",
+        "runs",
+    ),
+    (
+        "`hf_checkpointer`, `composer-fsdp2 checkpoint convert --to hf`, "
+        "`write_huggingface_pretrained_from_composer_checkpoint`",
+        "runs",
+    ),
+    (
+        "saving a model with MLflow 2",
+        "fails: it asks for tensorflow. Write a folder with `hf_checkpointer`",
+    ),
+    (
+        "Composer's `Alibi` on GPT-2 and BERT",
+        "fails when the algorithm is applied or at the first batch. Leave it out",
+    ),
+    (
+        "Composer's `GatedLinearUnits` on BERT",
+        "runs",
+    ),
+    (
+        "`finetune_embedding_model`, contrastive models, ONNX and TorchScript export",
+        "not tried: they need a GPU or packages that are not installed",
+    ),
+)
 
 MEMBERS = """
 ## Private members of torch
@@ -78,7 +129,9 @@ def page() -> str:
     """The page as Markdown."""
     needs = " and ".join(f"{name} {'.'.join(map(str, v))}" for name, v in NEEDS.items())
     switches = "".join(f"| `communication.{k}` | `{name}` |\n" for k, name in METHODS.items())
-    return HEAD + table() + NEWER.format(needs=needs) + switches + MEMBERS + _members()
+    five = FIVE + "".join(f"| {subject} | {found} |\n" for subject, found in FIVE_ROWS)
+    newer = NEWER.format(needs=needs) + switches
+    return HEAD + table() + newer + five + MEMBERS + _members()
 
 
 def _members() -> str:
