@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
 from transformers.generation.utils import GenerationMixin
+from transformers.models.llama import LlamaConfig
 
 __all__ = [
     "TupleGenerationMixin",
