@@ -352,7 +352,7 @@ class PatchState:
     why: str
     upstream: str
     versions: str
-    state: Literal["rows_installed", "fits", "does not fit", "switched off"]
+    state: Literal["installed", "fits", "does not fit", "switched off"]
     """`does not fit` is core's, and stops the installation"""
     problem: str | None = None
     """why it cannot be installed"""
@@ -372,7 +372,7 @@ def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:
     found: list[PatchState] = []
     for row in present:
         problem = problems.get(row.target) or off.get(row.feature)
-        state: Any = "rows_installed" if row.target in _originals else "fits"
+        state: Any = "installed" if row.target in _originals else "fits"
         if problem is not None:
             state = "does not fit" if row.feature is CORE else "switched off"
         found.append(
@@ -394,7 +394,7 @@ def describe_patches(found: Sequence[PatchState]) -> str:
     lines: list[str] = []
     for row in found:
         shown = {
-            "rows_installed": "rows_installed",
+            "installed": "installed",
             "fits": "fits, not installed",
             "does not fit": f"cannot be installed: {row.problem}",
             "switched off": f"switched off with {row.feature}: {row.problem}",

@@ -51,7 +51,7 @@ class Recorder(Algorithm):
             line = {
                 "number": state.timestamp.batch.value,
                 "loss": state.total_loss_dict["loss/train/total"],
-                "recorded_norm": self.norm,
+                "gradient_norm": self.norm,
             }
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
