@@ -32,7 +32,7 @@ from composer_fsdp2 import (
     uninstall,
 )
 from composer_fsdp2.torch_private.units import is_gathered, param_groups
-from composer_fsdp2.trainer.extensions.table import hugging_face
+from composer_fsdp2.trainer.extensions import hugging_face
 from tests.support.models import llama_config
 from tests.support.parity import OPTIMIZERS
 from tests.support.saved import no_space
