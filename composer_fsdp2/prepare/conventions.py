@@ -29,10 +29,13 @@ from composer_fsdp2.plan.rules import (
 from composer_fsdp2.plan.unit_size import is_small_end
 from composer_fsdp2.plan.wrap_plan import Decision, Rule, WrapPlan
 
-__all__ = ["activation_choice", "count_flops_once", "eval_methods", "trainer_rules"]
+__all__ = ["ENCODING", "activation_choice", "count_flops_once", "eval_methods", "trainer_rules"]
 
-_ENCODE = "_prepare_encoder_decoder_kwargs_for_generation"
-"""what transformers' `generate` calls the encoder in"""
+ENCODING = (
+    "_prepare_encoder_decoder_kwargs_for_generation",
+    "_prepare_text_encoder_decoder_kwargs_for_generation",
+)
+"""methods in which `generate` of transformers 4 and 5 calls the encoder"""
 
 
 def eval_methods(tree: ModuleTree, plan: WrapPlan) -> list[tuple[str, str]]:
@@ -45,7 +48,7 @@ def eval_methods(tree: ModuleTree, plan: WrapPlan) -> list[tuple[str, str]]:
     units = [(name, module) for name, module in tree.modules() if name in wanted]
     adapted = [(n, m) for n, m in units if attribute_of(m, "get_base_model")]
     methods = [(n, "generate") for n, m in adapted if attribute_of(m, "generate") is not None]
-    methods += [(n, _ENCODE) for n, m in units if attribute_of(m, _ENCODE) is not None]
+    methods += [(n, e) for n, m in units for e in ENCODING if attribute_of(m, e) is not None]
     if "" in wanted and isinstance(tree.root, ComposerModel):
         methods.append(("", "eval_forward"))
     return methods

@@ -25,6 +25,7 @@ from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError, PlanError
 from composer_fsdp2.parallel.parallelism import whole_sequences
 from composer_fsdp2.parallel.tensor.transformation import draw_together
+from composer_fsdp2.prepare.conventions import ENCODING
 from composer_fsdp2.ranks import any_rank, on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_summoned, summon_full_params
 from composer_fsdp2.shard.units import reshard
@@ -216,9 +217,8 @@ def _generate_in_step(
         # After an error inside a forward, nobody can join the gathers the others wait in.
         with torch.no_grad():
             if encodes:
-                model._prepare_encoder_decoder_kwargs_for_generation(
-                    word, {}, None, model.generation_config
-                )
+                encode = next(name for name in ENCODING if hasattr(model, name))
+                getattr(model, encode)(word, {}, None, model.generation_config)
             while not inside and any_rank(False, word.device):
                 model(**_step_of(model, word), use_cache=False)
 
