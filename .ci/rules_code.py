@@ -16,7 +16,17 @@ Found = tuple[int, str]
 """Line and text of an offender."""
 
 ORDER = (
-    *("errors", "fingerprint", "torch_private", "progress", "ranks", "text", "config", "plan"),
+    *(
+        "pins",
+        "errors",
+        "fingerprint",
+        "torch_private",
+        "progress",
+        "ranks",
+        "text",
+        "config",
+        "plan",
+    ),
     *(
         "blocks",
         "parallel",

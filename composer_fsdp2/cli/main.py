@@ -29,6 +29,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.foundry import run_file
 from composer_fsdp2.foundry.cluster import LAUNCHED
 from composer_fsdp2.foundry.transform import requests_fsdp2
+from composer_fsdp2.pins import text_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -98,6 +99,18 @@ def _about(
     ] = False,
 ) -> None:
     """PyTorch FSDP2 for MosaicML Composer and LLM Foundry."""
+
+
+@app.command()
+def pins(
+    row: Annotated[str, typer.Argument(help="stable, newest or latest.", metavar="ROW")] = "stable",
+) -> None:
+    """Print every version of a tested row, for `pip install --no-deps -r`.
+
+    - `composer-fsdp2 pins newest > pins.txt && pip install --no-deps -r pins.txt`
+    - `python -m composer_fsdp2.pins newest`: the same before anything is installed
+    """
+    typer.echo(text_of(row))
 
 
 @app.command(

@@ -19,6 +19,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.report import fits
 from composer_fsdp2.foundry.findings import Finding, findings_of
 from composer_fsdp2.patches import describe_patches
+from composer_fsdp2.pins import ROWS, versions_of
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.shard.communication import missing_for
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
@@ -159,7 +160,7 @@ def examine(
         run: what is asked for.
         rehearsed: what going through the run found.
     """
-    found = [*_patches(machine), *_members(machine), *_architectures(machine)]
+    found = [*_versions(machine), *_patches(machine), *_members(machine), *_architectures(machine)]
     found += [*_environment(machine, run), *_network(machine, run)]
     if run is not None:
         found += _asked(run)
@@ -183,6 +184,34 @@ def _warnings(*rows: tuple[object, str, str]) -> Iterator[Finding]:
 
 
 # --- What is installed. ---
+
+_STACK = ("torch", "mosaicml", "llm-foundry", "transformers")
+_EXPECTED = "; `pip check` complains of pins of mosaicml and llm-foundry, which does no harm"
+
+
+def row_installed(machine: Machine) -> str | None:
+    """Returns the row of tested versions that this machine has."""
+    here = {name: (machine.versions.get(name) or "").partition("+")[0] for name in _STACK}
+    return next((row for row in ROWS if versions_of(row, _STACK) == here), None)
+
+
+def _versions(machine: Machine) -> Iterator[Finding]:
+    """Finds a row whose torch or transformers was taken back to the pins of Composer or Foundry."""
+    if row_installed(machine) is not None:
+        return
+    here = {name: (machine.versions.get(name) or "").partition("+")[0] for name in _STACK}
+    for row in ROWS:
+        tested = versions_of(row, _STACK)
+        other = [name for name in ("torch", "transformers") if here[name] != tested[name]]
+        if len(other) == 1 and here[other[0]] == versions_of("stable", _STACK)[other[0]]:
+            yield Finding(
+                "warning",
+                f"{other[0]} {here[other[0]]} is beside the other versions of the row {row}, which "
+                f"has {other[0]} {tested[other[0]]}. pip takes it back when it installs something "
+                "that depends on mosaicml or llm-foundry, because of their pins.",
+                f"Run `python -m composer_fsdp2.pins {row} > pins.txt && pip install --no-deps -r "
+                "pins.txt`.",
+            )
 
 
 def _patches(machine: Machine) -> Iterator[Finding]:
@@ -485,9 +514,11 @@ def report_lines(
     versions = (f"{name} {version or 'is missing'}" for name, version in machine.versions.items())
     fits = sum(patch.problem is None for patch in machine.patches)
     there = sum(state.found for state in machine.members)
+    row = row_installed(machine)
     installed = _labelled(
         [
             ("installed", ", ".join(versions)),
+            *([("tested as", row + _EXPECTED * (row != "stable"))] if row else []),
             ("GPUs", f"{', '.join(kinds) or 'none'}; backend {backend_of(bool(names))}"),
             (
                 "relied on",

@@ -72,15 +72,11 @@ FIVE_ROWS = (
         "runs by replacement",
     ),
     (
-        "`hf_t5`: loss of a batch, `generate` without FSDP2",
+        "`hf_t5`: loss of a batch",
         "runs",
     ),
     (
-        "`hf_t5`: `generate` of a model sharded with FSDP2",
-        "ends in torch's error about mixed tensors. Generate from a saved model",
-    ),
-    (
-        "`hf_causal_lm` and `mpt_causal_lm`: `generate` of a sharded model",
+        "`hf_causal_lm`, `mpt_causal_lm`, `hf_t5`: `generate` of a sharded model",
         "runs",
     ),
     (
