@@ -42,6 +42,10 @@ def findings_of(error: Exception) -> Iterator[Finding]:
         yield Finding("problem", shortened(told), shortened(cure))
 
 
+_INVALID = re.compile(r"'([^']*)' is invalid")
+"""what `wrong_kinds` says of a value"""
+
+
 @dataclass(slots=True)
 class Findings:
     """Collects errors of steps that do not depend on each other."""
@@ -65,8 +69,10 @@ class Findings:
         except (Exception, SystemExit) as error:
             kind, begins = type(error).__name__, (f"{where}:", f"{where}.")
             follows = isinstance(error, KeyError | TypeError) or kind == "RegistryError"
-            if follows and any(finding.what.startswith(begins) for finding in self.findings):
-                return  # from an unknown name or argument, which has been added
+            here = [found.what for found in self.findings if found.what.startswith(begins)]
+            values = [match[1] for match in map(_INVALID.search, here) if match]
+            if (follows and here) or any(value in str(error) for value in values):
+                return  # from an unknown name or argument or a wrong value, which has been added
             if _is_of_network(error):
                 self.add(
                     f"{where}: {_told(error)}. This machine does not have it, and the network was "
