@@ -192,7 +192,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"train_loader.dataset.max_seq_len": "long"},
         ("train_loader", "'long'"),
     ),
-    "drop_last": ({"train_loader.drop_last": "no"}, ("train_loader", "drop_last=no")),
+    "drop_last": ({"train_loader.drop_last": "no"}, ("train_loader", "drop_last")),
     "prefetch_factor": ({"train_loader.prefetch_factor": 4}, ("train_loader", "prefetch_factor")),
     "flash attention that is not installed": (
         {"model.attn_config.attn_impl": "flash"},
