@@ -297,7 +297,9 @@ def test_the_base_model_of_a_folder_with_a_head(tmp_path: Path):
     folder = saved(tmp_path)
     with torch.device("meta"):
         model = LlamaModel(llama_config(False, use_cache=False))
-    says = pytest.warns(UserWarning, match=r"a head that this model has not: its lm_head\.weight")
+    says = pytest.warns(
+        UserWarning, match=r"a head that this model does not have: its lm_head\.weight"
+    )
     with says if dist.get_rank() == 0 else contextlib.nullcontext():
         from_folder(model, folder)
     expected = LlamaModel.from_pretrained(folder)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +29,6 @@ from tests.support.models import VOCAB, TinyLM, llama_config, lm_loss
 
 ROWS, LENGTH = 4, 6
 RANKS_PER_NODE = 2
-_M_MMAP_THRESHOLD = -3
-"""of `malloc.h`"""
 
 
 class Dense(TinyLM):
@@ -268,32 +263,6 @@ def allocated(layout: Layout, rank: int) -> int:
         now += change
         peak = max(peak, now) if time >= start else peak
     return peak
-
-
-def resident(layout: Layout, rank: int) -> int:
-    """The most memory of this process in a second step, beside what it had before. Collective: yes.
-
-    It has the copies that gloo makes. The record of the profiler has them longer than they live:
-    what a thread of gloo frees is not in it.
-    """
-    # Memory that is freed goes back to the system at once.
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
-    start = 0
-    for wanted in (Layout(layout.ranks), layout):  # the first for what a process makes once
-        gc.collect()
-        start = _status("VmRSS")
-        model = wanted.build()
-        optimizer, work = wanted.optimizer(model), work_of(wanted, rank)
-        run = work.prepare(model, optimizer)
-        for _ in range(2):
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM begins anew
-            step(run, optimizer, work.batch(), work.compute)
-    return _status("VmHWM") - start
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def allocated_on_gpu(layout: Layout) -> int:
