@@ -35,12 +35,11 @@ __all__ = [
 
 _MODEL = "state.model."
 _OPTIMIZERS = "state.optimizers."
-_INTEGRATIONS = "state.integrations."
 _PARTS = ("state.callbacks", "state.algorithms", "state.schedulers")
 _OPTIONAL = (
     # Descriptions of the run that wrote it; nothing reads them back.
     "state.metadata.*",
-    f"{_INTEGRATIONS}*",
+    "state.integrations.*",
     # Newer versions of torch save more than older ones did; what is there when nothing is loaded
     # is what the older version meant.
     "state.schedulers.*._is_initial",
@@ -84,10 +83,8 @@ def check_fit(
     shapes: list[str] = []
     for key, value in wanted.items():
         parts = key.split(".")
-        # Before torch 2.4, an object could contain the value. Another version of a tokenizer has
-        # `None` where this one has a mapping.
-        first = len(parts) if key.startswith(_INTEGRATIONS) else 1
-        holders = [".".join(parts[:n]) for n in range(first, len(parts) + 1)]
+        # Before torch 2.4, an object could contain the value.
+        holders = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
         if key in saved.tensors and isinstance(value, torch.Tensor):
             have, run = saved.tensors[key].shape, tuple(value.shape)
             if key.startswith((_MODEL, _OPTIMIZERS)) and have != run:
