@@ -39,7 +39,6 @@ _PARTS = ("state.callbacks", "state.algorithms", "state.schedulers")
 _OPTIONAL = (
     # Descriptions of the run that wrote it; nothing reads them back.
     "state.metadata.*",
-    "state.integrations.*",
     # Newer versions of torch save more than older ones did; what is there when nothing is loaded
     # is what the older version meant.
     "state.schedulers.*._is_initial",

@@ -9,14 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from composer import Trainer
+from composer.models import HuggingFaceModel
 from composer.optim import LinearScheduler
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Digits, Sequence, Whitespace
+from tokenizers.processors import ByteLevel
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from composer_fsdp2 import installed
-from tests.support.models import TinyComposer
+from tests.support.models import TinyComposer, llama_config
 from tests.support.pairs import parametrize_by_turns
 from tests.support.parity import OPTIMIZERS, full
 from tests.support.training import (
+    Tokens,
     built,
     largest_difference,
     samples_of,
@@ -266,3 +273,34 @@ def test_layers_frozen_between_runs(lists: bool, kind: str, tmp_path: Path):
     model, found = _continued(tmp_path / "sharded", kind, schedules, frozen, lists)
     assert found == rates
     assert largest_difference(model, oracle) < 1e-5
+
+
+def _with_tokenizer(**written: Any) -> HuggingFaceModel:
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(31)}, unk_token="w1"))
+    for name, value in written.items():
+        setattr(words, name, value)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w1")
+    torch.manual_seed(0)
+    return HuggingFaceModel(LlamaForCausalLM(llama_config(True, vocab_size=31)), tokenizer)
+
+
+@pytest.mark.world_size(2)
+def test_a_tokenizer_of_another_version_stops_no_resume(tmp_path: Path):
+    """transformers 5 writes a processor and longer lists where transformers 4 writes null."""
+    written = {"post_processor": ByteLevel(), "pre_tokenizer": Sequence([Digits(), Whitespace()])}
+    samples = Tokens(8)
+    for number, (first, second) in enumerate(((written, {}), ({}, written))):
+        folder = str(tmp_path / str(number))
+        states: list[dict[str, torch.Tensor]] = []
+        for kwargs, given in (
+            (first, {"save_folder": folder, "save_interval": "1ba", "max_duration": "1ba"}),
+            (second, {"load_path": f"{folder}/ep0-ba1", "max_duration": "1ba"}),
+        ):
+            model = _with_tokenizer(**kwargs)
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            with installed():
+                trainer = trainer_for(model, optimizer, samples, {}, **given)
+                if "save_folder" in given:
+                    trainer.fit()
+                states.append(_state(trainer))
+        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

@@ -154,13 +154,16 @@ class _Load:
         """where Muon takes its state from, if the checkpoint has that of another optimizer"""
 
     def wanted(self) -> StateDict:
-        """Returns the state of the run as Composer would save it now. Collective: yes."""
+        """Returns what the run would load, as Composer would save it now. Collective: yes."""
         if self.weights_only:
             wanted: StateDict = {"state": {"model": self.state.get_model_state_dict()}}
         else:
             with asking_for(self.state.model, self.state.optimizers, self.states):
                 wanted = {"state": self.state.state_dict(), "rng": reproducibility.get_rng_state()}
-        return drop_keys(wanted, self.ignore)
+        wanted = drop_keys(wanted, self.ignore)
+        # Nothing reads them back, and another version of transformers writes other ones.
+        wanted["state"].pop("integrations", None)
+        return wanted
 
     def carry(self, wanted: StateDict) -> None:
         """Settles whether Muon continues from another optimizer's state. Collective: no."""
