@@ -105,7 +105,7 @@ def _about(
 def pins(
     row: Annotated[str, typer.Argument(help="stable, newest or latest.", metavar="ROW")] = "stable",
 ) -> None:
-    """Print every version of a tested row, for `pip install --no-deps -r`.
+    """Show every version of a tested row, for `pip install --no-deps -r`.
 
     - `composer-fsdp2 pins newest > pins.txt && pip install --no-deps -r pins.txt`
     - `python -m composer_fsdp2.pins newest`: the same before anything is installed
