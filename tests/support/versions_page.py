@@ -47,9 +47,10 @@ LLM Foundry 0.22 and Composer 0.32 were written for transformers 4. `composer-fs
 without. A program of your own calls `composer_fsdp2.install()` once LLM Foundry is imported, before
 it builds a model. All of this was run with transformers 5.24 on CPUs.
 
-A run of the first row of the table above resumes on the second row. Torch 2.7 cannot read the sharded
-checkpoints of torch 2.15: convert them there with `composer-fsdp2 checkpoint convert SRC DST --to full`.
-Both were tried with an MPT. [Experts](../recipes/experts.md) of transformers 4 have other names in 5.
+A run of the first row of the table above resumes on the second row. Torch 2.7 cannot read the
+sharded checkpoints of torch 2.15: convert them there, with
+`composer-fsdp2 checkpoint convert SRC DST --to full`. Both were tried with an MPT.
+[Experts](../recipes/experts.md) of transformers 4 have other names in 5.
 
 | what | on transformers 5 |
 |---|---|
