@@ -213,12 +213,13 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def test_the_readme_has_the_two_commands():
-    """In one line each: set up and train, set up and test."""
-    train, more, test = shell_lines(README)
+    """In one line each: set up and train, set up and test; then the line of pip."""
+    train, more, test, pip = shell_lines(README)
     assert train.startswith("python -m venv .venv && ")
     assert train.endswith(" && .venv/bin/composer-fsdp2 train yamls/quickstart.yaml")
     assert more.startswith(train.rpartition(" && ")[2])
     assert test.endswith(" && .venv/bin/python -m pytest")
+    assert " -m composer_fsdp2.pins newest > pins.txt && pip install --no-deps -r pins.txt" in pip
 
 
 # --- Tables that are made from code are complete. ---
