@@ -15,6 +15,7 @@ from composer_fsdp2.estimate.collectives import Axis
 from composer_fsdp2.estimate.trace import STATE, Trace, Window, Work, trace_steps
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.shard.units import collector_paused
+from composer_fsdp2.text import listed
 
 __all__ = ["Forecast", "Sent", "forecast"]
 
@@ -129,6 +130,12 @@ def forecast(
     trace = _traced(model, optimizer, units, work, treated, said)
     if trace.balanced:
         said.append("every expert is taken to get the same number of tokens")
+    if trace.unused:
+        said.append(
+            f"{listed(trace.unused, 3)} got no gradient: its optimizer state is counted, which a "
+            "run makes only if some rank uses the parameter, and the gradient of zeros of the "
+            "other ranks and its reduction are not counted"
+        )
     if kinds := sorted({type(m).__name__ for m in model.modules() if isinstance(m, _WORKSPACES)}):
         said.append(
             f"layers of {' and '.join(kinds)} compute in workspaces of libraries, which are not "

@@ -79,6 +79,8 @@ class Trace:
     flops: int = 0
     balanced: bool = False
     """experts were taken to get the same number of tokens"""
+    unused: tuple[str, ...] = ()
+    """FQNs of trained parameters that got no gradient"""
 
     def add(self, counter: CollectiveCounter, watch: Watch, times: int = 1) -> None:
         """Adds so many times all that was counted, which then begins from nothing again."""
@@ -278,6 +280,11 @@ def _steps(
                 state.bytes()  # gradients that the next microbatch adds to
                 # The second stands for those that are not traced.
                 found.add(counter, watch, work.microbatches - count + 1 if number == 1 else 1)
+        found.unused = tuple(
+            name
+            for name, param in run.model.named_parameters()
+            if param.requires_grad and param.grad is None and not is_remote(param)
+        )
         moments.begin("step")
         found.held = state.step()
         moments.begin("end")

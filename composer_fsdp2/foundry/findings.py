@@ -81,9 +81,11 @@ class Findings:
                     "warning",
                 )
             else:
+                there = "Correct it there; the run would stop at this place."
+                # The advice of a step is about values, and no name of a registry.
                 self.add(
                     f"{where}: {_told(error)}.",
-                    advice or "Correct it there; the run would stop at this place.",
+                    there if kind == "RegistryError" else advice or there,
                 )
 
 

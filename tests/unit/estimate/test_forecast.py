@@ -92,6 +92,21 @@ def test_layers_with_workspaces_are_named(monkeypatch: pytest.MonkeyPatch):
     assert not any("workspaces" in n for n in predicted(Dense(), Layout(2), monkeypatch).notes)
 
 
+class Spare(Dense):
+    """Has a head that no forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+def test_parameters_without_a_gradient_are_named(monkeypatch: pytest.MonkeyPatch):
+    found = predicted(Spare(), Layout(2), monkeypatch)
+    said = "'spare.weight', 'spare.bias' got no gradient"
+    assert next(note for note in found.notes if "got no gradient" in note).startswith(said)
+    assert not any("no gradient" in n for n in predicted(Dense(), Layout(2), monkeypatch).notes)
+
+
 class Unknown(Dense):
     """Decides by a value that follows from its weights."""
 
