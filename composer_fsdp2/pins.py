@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["ROWS", "lines_of", "text_of", "versions_of"]
+__all__ = ["ROWS", "lines_of", "row_of", "text_of", "versions_of"]
 
 _PACKED = Path(__file__).parent / "versions"
 _FOLDER = _PACKED if _PACKED.is_dir() else Path(__file__).parents[1] / ".ci"
@@ -46,6 +46,11 @@ def versions_of(row: str, names: Iterable[str]) -> dict[str, str]:
     """Returns the versions of packages that are the same for every Python."""
     found = dict(line.split("==") for line in lines_of(row) if ";" not in line)
     return {name: found[name] for name in names}
+
+
+def row_of(versions: Mapping[str, str]) -> str | None:
+    """Returns the row that has these versions of packages."""
+    return next((row for row in ROWS if versions_of(row, versions) == versions), None)
 
 
 def _pinned(file: str) -> dict[str, list[str]]:

@@ -127,7 +127,7 @@ def diagnose(
     Raises:
         ConfigError: the command line cannot be, whatever the run is.
     """
-    from composer_fsdp2.tools.doctor import KEYS, RunFacts, examine
+    from composer_fsdp2.tools.doctor import examine
     from composer_fsdp2.tools.migrate.signs import check_is_run
 
     if config is not None:
@@ -145,20 +145,7 @@ def diagnose(
             cfg = run_file.read_run(config, overrides)
             check_is_run(config, cfg)
             cfg, wrong = run_file.without_mistakes(cfg)
-            parsed = run_file.read_parallelism(cfg)
-            fsdp2 = requests_fsdp2(parsed)
-            other = "neither" if parsed.get("fsdp_config") is None else "FSDP1"
-            values = {key: run_file.read_setting(cfg, key) for key in KEYS}
-            run = RunFacts(
-                path=str(config),
-                asks="FSDP2" if fsdp2 else other,
-                settings=fsdp2_settings(parsed) if fsdp2 else None,
-                written=parsed["fsdp_config"] if fsdp2 else {},
-                ranks=cluster.ranks,
-                ranks_per_node=cluster.ranks_per_node,
-                on_gpus=cluster.on_gpus,
-                others={key: value for key, value in values.items() if value is not None},
-            )
+            run = _read_facts(config, cfg, cluster)
             run_file.check_installed()
             rehearsal = rehearsed(cfg, cluster)
             found, units = rehearsal.findings, rehearsal.units
@@ -188,6 +175,30 @@ def diagnose(
 
 
 # --- Facts. ---
+
+
+def _read_facts(config: Path, cfg: DictConfig, cluster: Cluster) -> RunFacts:
+    """Reads what a run asks for.
+
+    Raises:
+        ConfigError: its block of parallelism is wrong.
+    """
+    from composer_fsdp2.tools.doctor import KEYS, RunFacts
+
+    parsed = run_file.read_parallelism(cfg)
+    fsdp2 = requests_fsdp2(parsed)
+    other = "neither" if parsed.get("fsdp_config") is None else "FSDP1"
+    values = {key: run_file.read_setting(cfg, key) for key in KEYS}
+    return RunFacts(
+        path=str(config),
+        asks="FSDP2" if fsdp2 else other,
+        settings=fsdp2_settings(parsed) if fsdp2 else None,
+        written=parsed["fsdp_config"] if fsdp2 else {},
+        ranks=cluster.ranks,
+        ranks_per_node=cluster.ranks_per_node,
+        on_gpus=cluster.on_gpus,
+        others={key: value for key, value in values.items() if value is not None},
+    )
 
 
 def cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:

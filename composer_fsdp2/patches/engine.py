@@ -30,6 +30,7 @@ __all__ = [
     "Feature",
     "PatchPoint",
     "PatchState",
+    "always",
     "asked_by_class",
     "check_feature",
     "check_features",
@@ -103,6 +104,11 @@ _off: dict[Feature, str] = {}
 
 
 # --- For tables. ---
+
+
+def always(*_args: Any, **_kwargs: Any) -> bool:
+    """Says, as the `asks` of a row, that every call asks for the feature."""
+    return True
 
 
 def asked_by_class(*names: str, when: Callable[[Any], bool] = lambda _: True) -> Asks:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from composer_fsdp2.patches.engine import CORE, Feature, PatchPoint
+from composer_fsdp2.patches.engine import CORE, Feature, PatchPoint, always
 
 __all__ = ["CHECKPOINT_ROWS", "TRAINER_ROWS"]
 
@@ -67,10 +67,6 @@ def _is_sharded(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
 
 def _is_with_fsdp2(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
     return trainer.state.fsdp_config_version == 2
-
-
-def _always(*_args: Any, **_kwargs: Any) -> bool:
-    return True
 
 
 def _gets_state_of_fsdp2(*args: Any, **kwargs: Any) -> bool:
@@ -276,7 +272,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         why="executes code that a file contains (a second name of the same function)",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L111",
         fingerprints={"950333d5ddc66c05", "90dcbf1eebbb927e"},
-        asks=_always,
+        asks=always,
     ),
     _row(
         target="composer.checkpoint.load:load_resumption_checkpoint",
@@ -285,7 +281,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         why="executes code that a resumption.pkl contains",
         upstream=f"{_UPSTREAM}/checkpoint/load.py#L632",
         fingerprints={"0947da237203f9a8", "2f6caf961aa6656a"},
-        asks=_always,
+        asks=always,
     ),
     _row(
         target=f"{_CHECKPOINT}:FileSystemReaderWithValidation.read_metadata",

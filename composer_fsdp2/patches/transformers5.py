@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 from typing import Any
 
-from composer_fsdp2.patches.engine import Feature, PatchPoint
+from composer_fsdp2.patches.engine import Feature, PatchPoint, always
 
 __all__ = ["TRANSFORMERS5_ROWS"]
 
@@ -60,10 +60,6 @@ def _names_old_arguments(*_args: Any, **kwargs: Any) -> bool:
     return "use_auth_token" in kwargs or "load_in_8bit" in kwargs
 
 
-def _always(*_args: Any, **_kwargs: Any) -> bool:
-    return True
-
-
 TRANSFORMERS5_ROWS: tuple[PatchPoint, ...] = (
     PatchPoint(
         target="transformers.modeling_utils:PreTrainedModel.from_pretrained",
@@ -83,7 +79,7 @@ TRANSFORMERS5_ROWS: tuple[PatchPoint, ...] = (
         why="hands all attributes of a parameter to its class, also the marks of transformers",
         upstream=f"{_UPSTREAM}/utils/meta_init_context.py#L67",
         fingerprints={"3afc86da55cad32e"},
-        asks=_always,
+        asks=always,
         needed=_parameters_are_marked,
     ),
     _row(
@@ -93,7 +89,7 @@ TRANSFORMERS5_ROWS: tuple[PatchPoint, ...] = (
         why="leaves token ids to a base class that no longer has them",
         upstream=f"{_UPSTREAM}/mpt/configuration_mpt.py#L28",
         takes={"d_model", "kwargs"},
-        asks=_always,
+        asks=always,
         needed=_token_ids_are_missing,
     ),
     _row(

@@ -19,7 +19,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.report import fits
 from composer_fsdp2.foundry.findings import Finding, findings_of
 from composer_fsdp2.patches import describe_patches
-from composer_fsdp2.pins import ROWS, versions_of
+from composer_fsdp2.pins import ROWS, row_of, versions_of
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.shard.communication import missing_for
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
@@ -189,17 +189,16 @@ _STACK = ("torch", "mosaicml", "llm-foundry", "transformers")
 _EXPECTED = "; `pip check` complains of pins of mosaicml and llm-foundry, which does no harm"
 
 
-def row_installed(machine: Machine) -> str | None:
-    """Returns the row of tested versions that this machine has."""
-    here = {name: (machine.versions.get(name) or "").partition("+")[0] for name in _STACK}
-    return next((row for row in ROWS if versions_of(row, _STACK) == here), None)
+def _stack_of(machine: Machine) -> dict[str, str]:
+    """Returns the versions that a tested row is known by, without what follows a plus."""
+    return {name: (machine.versions.get(name) or "").partition("+")[0] for name in _STACK}
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
     """Finds a row whose torch or transformers was taken back to the pins of Composer or Foundry."""
-    if row_installed(machine) is not None:
+    here = _stack_of(machine)
+    if row_of(here) is not None:
         return
-    here = {name: (machine.versions.get(name) or "").partition("+")[0] for name in _STACK}
     for row in ROWS:
         tested = versions_of(row, _STACK)
         other = [name for name in ("torch", "transformers") if here[name] != tested[name]]
@@ -514,7 +513,7 @@ def report_lines(
     versions = (f"{name} {version or 'is missing'}" for name, version in machine.versions.items())
     fits = sum(patch.problem is None for patch in machine.patches)
     there = sum(state.found for state in machine.members)
-    row = row_installed(machine)
+    row = row_of(_stack_of(machine))
     installed = _labelled(
         [
             ("installed", ", ".join(versions)),

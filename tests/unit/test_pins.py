@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from composer_fsdp2.pins import ROWS, lines_of, text_of, versions_of
-from composer_fsdp2.tools.doctor import Machine, examine, row_installed
+from composer_fsdp2.pins import ROWS, lines_of, row_of, text_of, versions_of
+from composer_fsdp2.tools.doctor import Machine, examine
 
 CI = Path(__file__).parents[2] / ".ci"
 STACK = ("torch", "mosaicml", "llm-foundry", "transformers")
@@ -62,8 +62,9 @@ def test_python_alone_prints_a_list():
 
 def test_doctor_says_which_row_is_installed_and_what_pip_has_taken_back():
     for row in ROWS:
-        machine = Machine(versions=versions_of(row, STACK))
-        assert row_installed(machine) == row
+        versions = versions_of(row, STACK)
+        machine = Machine(versions=versions)
+        assert row_of(versions) == row
         assert examine(machine, None) == []
     old = versions_of("stable", STACK)
     for package in ("torch", "transformers"):
@@ -73,7 +74,7 @@ def test_doctor_says_which_row_is_installed_and_what_pip_has_taken_back():
         if package == "transformers":  # that is the row latest
             assert found == []
             continue
-        assert row_installed(machine) is None
+        assert row_of(versions) is None
         assert [finding.level for finding in found] == ["warning"]
         assert (
             f"{package} {old[package]} is beside the other versions of the row newest"
