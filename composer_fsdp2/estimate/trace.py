@@ -14,7 +14,7 @@ from torch import nn
 
 from composer_fsdp2.estimate.collectives import CollectiveCounter, Key
 from composer_fsdp2.optim.state import kept_storages, storages_of
-from composer_fsdp2.parallel.expert_form import is_remote
+from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake
@@ -213,7 +213,7 @@ class _State:
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
-        self._params = [param for param in run.model.parameters() if not is_remote(param)]
+        self._params = [param for param in run.model.parameters() if not form_of(param).is_remote]
         self._optimizer, self._watch = optimizer, watch
         for storage in storages_of(run.model.buffers()):
             watch.note(storage, "buffers")
@@ -283,7 +283,7 @@ def _steps(
         found.unused = tuple(
             name
             for name, param in run.model.named_parameters()
-            if param.requires_grad and param.grad is None and not is_remote(param)
+            if param.requires_grad and param.grad is None and not form_of(param).is_remote
         )
         moments.begin("step")
         found.held = state.step()

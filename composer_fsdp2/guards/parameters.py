@@ -24,8 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert_form import expert_form_of
-from composer_fsdp2.parallel.fused_rows import group_dividing
+from composer_fsdp2.parallel.form import form_of, group_dividing
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_shown
 from composer_fsdp2.step.agreement import agreement_of
@@ -82,6 +81,8 @@ def _seen(whole: torch.Tensor) -> tuple[int, int]:
     return 0 if whole.is_inference() else whole._version, whole.data_ptr()
 
 
+_LATE = {"tensor": "fused weights in another order", "expert": "the experts of one rank alone"}
+"""what checkpoints of an optimizer that came too late would hold, by the parallelism"""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -269,16 +270,13 @@ class AddedParameters(StepListener):
         own = [param for param in params if id(param) in names]
         is_given = any(optimizer is other for other in self.run.optimizers)
         is_divided = any(group_dividing(param) is not None for param in own)
-        if not is_given and (is_divided or any(expert_form_of(param) is not None for param in own)):
-            kind, held = (
-                ("tensor", "fused weights in another order")
-                if is_divided
-                else ("expert", "the experts of one rank alone")
-            )
+        kinds = {"tensor"} if is_divided else {form_of(param).parallelism for param in own} - {""}
+        if not is_given and kinds:
+            (kind,) = kinds
             raise PlanError(
                 f"{type(optimizer).__name__} was built after the model was prepared with {kind} "
-                f"parallelism. Its checkpoints would hold {held}. Give it to prepare_fully_shard, "
-                "or to the Trainer."
+                f"parallelism. Its checkpoints would hold {_LATE[kind]}. Give it to "
+                "prepare_fully_shard, or to the Trainer."
             )
         checked = params if is_given else own
         added = [

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from composer_fsdp2.parallel.expert_form import expert_form_of, is_remote
+from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     layouts_of,
@@ -53,10 +53,8 @@ def groups_of(tensor: torch.Tensor, *, rows: bool = False) -> Groups:
     """
     if not isinstance(tensor, DTensor):
         return ()
-    if not rows and (held := expert_form_of(tensor)) is not None:
-        # Its own mesh is one on each rank, and torch may have exchanged it for an older equal one,
-        # whose groups are those of another model.
-        return held.mesh.groups
+    if not rows and (groups := form_of(tensor).groups) is not None:
+        return groups
     between_rows = rows and tensor.ndim > 1
     return _groups(
         tensor,
@@ -127,11 +125,11 @@ class Shards:
         for param, grad, layout in zip(held, grads, layouts_of(found), strict=True):
             placed = () if layout is None else layout.placements
             # By the mesh's value: torch hands out equal meshes whose objects and groups differ.
-            of = expert_form_of(param)
-            key = None if layout is None else (layout.mesh, placed, of and of.mesh)
+            across = form_of(param).groups
+            key = None if layout is None else (layout.mesh, placed, across)
             if key not in known:
                 is_sum = any(map(Placement.is_partial, placed))
-                divided = groups_of(param) if grad is None or of else groups_of(grad)
+                divided = groups_of(param) if grad is None or across else groups_of(grad)
                 known[key] = self.terms.setdefault(divided, []), is_sum
             terms, is_sum = known[key]
             if grad is not None:
@@ -236,7 +234,7 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
     """
     held: list[tuple[torch.Tensor, Groups]] = []
     for param in params:
-        if is_remote(param):
+        if form_of(param).is_remote:
             continue
         groups = groups_of(param, rows=True)
         # The other ranks may have a gradient where this one has none.

@@ -8,11 +8,9 @@ them:
   the optimizer has the shards, and when a forward begins;
 - `run_of(model).batch_group`: the ranks that read one batch, by which the Trainer deals data and
   counts samples. They are a `SameBatchGroup`, the kind of `AppliedParallelism` that says so;
-- `fused_rows.py`: how ranks hold the rows of a parameter, asked by the optimizer, `summon` and
-  checkpoints for one parameter at a time;
-- `expert_form.py`: which ranks hold a parameter such as an expert's, asked by the same rooms, by
-  norms and by tensor parallelism; `layer_of` a unit, asked by `shard`, the monitor and unused
-  parameters.
+- `form_of(param)`: its `ParameterForm`, asked by the optimizer, `summon`, checkpoints, norms and
+  Muon for one parameter at a time; none of them asks which form it is;
+- `experts_of(unit)`: its `DistributedExperts`, asked by `shard`, the monitor and unused parameters.
   Before anything is applied, `ShardUnit.holders` says it of units;
 - `sequence_attention`, which users call; `draw_together` and `whole_sequences`, for `generate`.
 
@@ -39,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.blocks.transformation import Transformation
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.form import ExpertMesh
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -51,10 +50,13 @@ __all__ = [
     "TRIED",
     "AppliedParallelism",
     "BatchGroup",
+    "DistributedExperts",
     "GroupSizes",
     "Parallelism",
     "SameBatchGroup",
     "are_whole",
+    "experts_of",
+    "set_experts",
     "untried_items",
     "whole_sequences",
 ]
@@ -182,6 +184,52 @@ class AppliedParallelism:
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Is called when a forward of the whole model begins. Collective: as the division says."""
+
+
+class DistributedExperts:
+    """The experts of one layer, of which each rank of a group has some, as other rooms ask them."""
+
+    mesh: ExpertMesh
+    """the ranks that have them"""
+    count: int
+    """experts of the layer"""
+    _load: torch.Tensor | int = 0
+    """tokens that each expert got since `take_load`"""
+
+    def drop_remote(self) -> set[nn.Parameter]:
+        """Frees the experts of other ranks; see the notes in `form`.
+
+        Collective: no. Just before the unit is sharded, when every rank has the same weights.
+
+        Returns:
+            Parameters that FSDP2 is to leave alone.
+        """
+        raise NotImplementedError
+
+    def take_load(self) -> torch.Tensor:
+        """Returns how many tokens of this rank each expert got in training, (experts,).
+
+        Of all forwards since the last call, recomputation left out. Collective: no.
+        """
+        empty = torch.zeros(
+            self.count, dtype=torch.int64, device=self.mesh.data_parallel.device_type
+        )
+        load, self._load = empty + self._load, 0
+        return load
+
+
+_EXPERTS = "_fsdp2_experts"
+"""attribute of a module that has `DistributedExperts` without being one, for `experts_of`"""
+
+
+def set_experts(module: nn.Module, experts: DistributedExperts) -> None:
+    """Notes the experts on the module that has their parameters."""
+    setattr(module, _EXPERTS, experts)
+
+
+def experts_of(module: object) -> DistributedExperts | None:
+    """Returns the experts that a module shares with other ranks. Collective: no."""
+    return module if isinstance(module, DistributedExperts) else getattr(module, _EXPERTS, None)
 
 
 class SameBatchGroup(AppliedParallelism):

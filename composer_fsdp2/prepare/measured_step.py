@@ -14,7 +14,7 @@ from composer.utils import dist
 
 from composer_fsdp2.config.schema import FORECAST
 from composer_fsdp2.optim.state import kept_storages
-from composer_fsdp2.parallel.expert_form import is_remote
+from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.text import size_text
 from composer_fsdp2.torch_private.units import (
@@ -105,7 +105,7 @@ class StepComparison(Traffic):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._predicted = json.loads(os.environ.pop(FORECAST))  # of this model alone
-        self._params = [param for param in run.model.parameters() if not is_remote(param)]
+        self._params = [param for param in run.model.parameters() if not form_of(param).is_remote]
         self._earlier_peak = self._peak()
         self._steps, self._is_in_step = 0, False
 

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert_form import layer_of, shard_of
+from composer_fsdp2.parallel.form import placement_of
+from composer_fsdp2.parallel.parallelism import experts_of
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     attribute_of,
@@ -226,9 +227,10 @@ def apply_plan(
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
             module = layout.modules[unit.module]
             between = shard_mesh, make_hook
-            if (layer := layer_of(module)) is not None:
-                # Every list of experts has the same ranks.
-                of_experts = of_experts or probe_reduction(layer.mesh.shards, layer.mesh.sources)
+            if (experts := experts_of(module)) is not None:
+                # Every layer of experts has the same ranks.
+                ranks = experts.mesh
+                of_experts = of_experts or probe_reduction(ranks.shards, ranks.sources)
                 between = of_experts
             hooks[module] = _shard_unit(module, unit, layout, *between, policy, offloading)
             weights.sourced.read_parameters(unit.params)
@@ -266,22 +268,22 @@ def _shard_unit(
     """
     # `fully_shard` compares Parameter objects, and units sharded before have exchanged theirs.
     places = layout.foreign.get(unit.module, ())
-    ignored, layer = {getattr(holder, name) for holder, name in places}, layer_of(module)
-    if layer is not None:
-        ignored |= layer.keep_own()
+    ignored, experts = {getattr(holder, name) for holder, name in places}, experts_of(module)
+    if experts is not None:
+        ignored |= experts.drop_remote()
     # Before it is sharded, which gives the module another class.
     is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
     trained = [layout.param_of(name).requires_grad for name in unit.params]
     frozen = bool(trained) and not any(trained)
     offloaded = mesh.device_type if isinstance(offloading, CPUOffloadPolicy) else None
     # Inputs of experts are not those of a unit without them: a router's weights stay as they are.
-    casts = policy.cast_forward_inputs and layer is None
+    casts = policy.cast_forward_inputs and experts is None
     hooks = UnitHooks(module, InputCast(policy.param_dtype if casts else None, offloaded))
     sharded: Any = fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
-        shard_placement_fn=None if layer is None else shard_of,
+        shard_placement_fn=None if experts is None else placement_of,
         # With this field set, FSDP2 would cast in a pre-hook of its own, before ours.
         mp_policy=dataclasses.replace(policy, cast_forward_inputs=False),
         offload_policy=offloading,

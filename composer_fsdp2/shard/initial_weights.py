@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.fused_rows import shape_in_model, whole_to_part
+from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.plan.module_tree import ModuleTree, own_parameters
 from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
 from composer_fsdp2.shard.layout import Slot, replace_parameter, slot_of
@@ -178,7 +178,7 @@ class InitialWeights:
             like = self._divided.pop(id(whole), None)
             if whole is not None and isinstance(like, DTensor):
                 places = self._places.pop(id(whole))
-                new = replace_parameter(places, like, whole_to_part(whole, like))
+                new = replace_parameter(places, like, form_of(like).shard(whole, like))
                 self._places[id(new)] = places
 
     def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
@@ -222,7 +222,8 @@ class InitialWeights:
                 continue
             like: torch.Tensor = param
             if isinstance(param, DTensor):  # all of it, of which ranks have parts
-                like = torch.empty(shape_in_model(param), dtype=param.dtype, device="meta")
+                shape = form_of(param).model_shape(param.shape)
+                like = torch.empty(shape, dtype=param.dtype, device="meta")
             data = self._blank_like(like)
             blank[name] = replace_parameter(self._places[id(param)], param, data)
             # The new parameter takes over the places: a tied one is asked for again elsewhere.

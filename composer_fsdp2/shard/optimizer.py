@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert_form import expert_form_of, is_remote
-from composer_fsdp2.parallel.fused_rows import whole_to_part
+from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
 from composer_fsdp2.shard.layout import Slot, slot_of
@@ -27,7 +26,6 @@ __all__ = [
     "describe_optimizer",
     "detach_optimizer",
     "reattach_optimizer",
-    "shard_like",
 ]
 
 
@@ -290,7 +288,7 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
         if param in optimizer.state:
             continue
         found = {key: _shard_state(value, shape, param) for key, value in state.items()}
-        if not is_remote(param):
+        if not form_of(param).is_remote:
             optimizer.state[param] = found
 
 
@@ -303,22 +301,4 @@ def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any
     full = value.detach()
     full = torch.empty_like(full, device=param.device) if full.is_meta else full.to(param.device)
     broadcast_from_rank0(full, device or param.device)
-    return shard_like(full, param)
-
-
-def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a whole tensor, divided like another one. Collective: no."""
-    if not isinstance(like, DTensor) or is_remote(like):
-        return full.to(like.device)
-    if (held := expert_form_of(like)) is not None:
-        full = held.own(full)
-    if len([place for place in like.placements if not place.is_replicate()]) > 1:
-        # Divided by tensor parallelism first, some in another order of rows.
-        return whole_to_part(full, like).to(like.device)
-    # Every rank has the whole tensor, so nothing is sent: `src_data_rank=None`.
-    part = distribute_tensor(
-        full.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None
-    )
-    # torch 2.7 returns a view, which would keep the whole tensor. The mesh may be on the GPU and
-    # the shards offloaded to the CPU.
-    return part.to(like.device, copy=True)
+    return form_of(param).shard(full, param)

@@ -24,11 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.expert_form import expert_form_of, is_remote
-from composer_fsdp2.parallel.fused_rows import fused_rows_form_of, shape_in_model, without_order
+from composer_fsdp2.parallel.form import as_in_model, form_of
 from composer_fsdp2.plan.module_tree import own_parameters
 from composer_fsdp2.shard.layout import Slot
-from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.units import is_sharded
 from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.members import check_private_members
@@ -85,16 +83,7 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
             f"'{name}' is no parameter of the model. Ranks would wait for each other without a "
             f"tensor to gather.{nearest(name, known)} Write a name of model.named_parameters()."
         ) from error
-    return _whole_value(param, param.grad if gradient else param.detach())
-
-
-def _whole_value(param: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a parameter's value or gradient as one process has it; see `full_tensor`."""
-    if (held := expert_form_of(param)) is not None:
-        return held.whole(value)
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    order = fused_rows_form_of(param)
-    return whole if whole is None or order is None else order.to_model(whole)
+    return form_of(param).full(param.grad if gradient else param.detach())
 
 
 def holds_shards(module: nn.Module) -> bool:
@@ -290,11 +279,10 @@ class _Whole:
 
     def is_ours(self) -> bool:
         """Whether nothing but the whole tensor was written to."""
-        full, held = self.full, expert_form_of(self.shard)
-        shape = held.whole_shape(self.shard.shape) if held else shape_in_model(self.shard)
+        full = self.full
         return (
             full is not None
-            and full.shape == shape
+            and full.shape == form_of(self.shard).model_shape(self.shard.shape)
             and all(module._parameters[name] is full for module, name in self.places)
             and self.shard._version == self.version
         )
@@ -302,11 +290,8 @@ class _Whole:
     @torch.no_grad()
     def lend(self) -> None:
         """Gives the shard the values of the whole tensor while a forward runs."""
-        assert self.full is not None
         # In place: FSDP2 gathers padded memory of its own, of which the local tensor is a view.
-        if is_remote(self.shard):
-            return
-        local, part = local_part(self.shard), local_part(shard_like(self.full, self.shard))
+        local, part = local_part(self.shard), local_part(self._sharded(self.full))
         if not torch.equal(local, part):
             self.own = local.clone() if self.own is None else self.own
             local.copy_(part)
@@ -320,12 +305,14 @@ class _Whole:
     def write(self, with_grads: bool) -> None:
         """Copies this rank's part of the whole tensor to the shard. Collective: no."""
         assert self.full is not None
-        if is_remote(self.shard):
-            return
-        local_part(self.shard).copy_(local_part(shard_like(self.full, self.shard)))
-        if with_grads:
+        local_part(self.shard).copy_(local_part(self._sharded(self.full)))
+        if with_grads and not form_of(self.shard).is_remote:
             grad = self.full.grad
-            self.shard.grad = None if grad is None else shard_like(grad, self.shard)
+            self.shard.grad = None if grad is None else self._sharded(grad)
+
+    def _sharded(self, full: torch.Tensor | None) -> torch.Tensor:
+        assert full is not None
+        return form_of(self.shard).shard(full, self.shard)
 
 
 @dataclass(slots=True, eq=False)
@@ -359,10 +346,8 @@ class _Summoned:
                 values = _whole(param, param, offload_to_cpu)
                 assert values is not None
                 full = nn.Parameter(values, requires_grad=param.requires_grad)
-                vars(full).update(without_order(vars(param)))
-                if self.with_grads and (
-                    param.grad is not None or expert_form_of(param) is not None
-                ):
+                vars(full).update(as_in_model(vars(param)))
+                if self.with_grads:
                     full.grad = _whole(param.grad, param, offload_to_cpu)
                 whole.full, whole.version = full if shows else None, param._version
                 self.wholes.append(whole)
@@ -485,7 +470,7 @@ def _whole(tensor: torch.Tensor | None, shard: Any, on_cpu: bool) -> torch.Tenso
 
     Collective: yes.
     """
-    found = _whole_value(shard, None if tensor is None else tensor.detach())
+    found = form_of(shard).full(None if tensor is None else tensor.detach())
     if found is None:
         return None
     own = local_part(shard if tensor is None else tensor).untyped_storage()

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.parallel.expert_form import ExpertForm, expert_form_of
-from composer_fsdp2.parallel.fused_rows import FusedRowsForm, fused_rows_form_of
+from composer_fsdp2.parallel.form import ParameterForm, form_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
@@ -62,9 +61,8 @@ class SourcedWeights:
         self._source, self._device, self._shards_on = source, device, shards_on
         self._places: dict[str, list[Slot]] = {}
         """parameter name -> every place of that parameter"""
-        self._divided: dict[str, tuple[FusedRowsForm | None, ExpertForm | None]] = {}
-        """parameter name -> the order of its rows, where tensor parallelism changed it, and which
-        of its experts this rank has"""
+        self._forms: dict[str, ParameterForm] = {}
+        """parameter name -> its form: until all units are sharded, a shard has no note of it"""
         self._failure: Exception | None = None
         self._total_bytes = 0
         """of all parameters that are read, on all ranks together"""
@@ -74,7 +72,7 @@ class SourcedWeights:
             if ref.name in self:
                 self._places[ref.name] = by_param.setdefault(id(ref.param), [])
                 self._places[ref.name].append(slot_of(tree, ref))
-                self._divided[ref.name] = fused_rows_form_of(ref.param), expert_form_of(ref.param)
+                self._forms[ref.name] = form_of(ref.param)
         for ref in tree.params:
             if (places := by_param.pop(id(ref.param), None)) is not None:
                 self._total_bytes += ref.param.nbytes
@@ -133,26 +131,9 @@ class SourcedWeights:
             whole = torch.empty_like(param, device=self._device)
             self._fill(name, whole, (0,) * whole.ndim)
             return whole
-        # Torch's checkpoints ask this way where a shard begins; each rank has a single shard.
-        (chunk,) = param.__create_chunk_list__()
-        offsets = list(chunk.offsets)
-        order, held = self._divided[name]
-        if held is not None:
-            offsets[0] += held.begin(param.shape)
         local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self._shards_on)
-        if order is None:
-            self._fill(name, local, offsets)
-            return sharded_like(local, param)
-        # Rows lie in another order in the source; see [Note: order of rows].
-        begin = offsets[order.dim]
-        end = begin + local.shape[order.dim]
-        for here, there, count in order.runs():
-            first, last = max(begin, here), min(end, here + count)
-            if first < last:
-                starts = [*offsets]
-                starts[order.dim] = there + first - here
-                part = local.narrow(order.dim, first - begin, last - first)
-                self._fill(name, part, starts)
+        for index, offsets in self._forms[name].blocks(param):
+            self._fill(name, local[index], offsets)
         return sharded_like(local, param)
 
     def _fill(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:

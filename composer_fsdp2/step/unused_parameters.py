@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2.parallel.expert_form import layer_of
+from composer_fsdp2.parallel.parallelism import experts_of
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener
@@ -89,9 +89,9 @@ class UnusedParameters(StepListener):
         self._complete = 0
         """number of the backward for the store's keys, the same on all ranks"""
         self._places = {
-            param: (layer.mesh.place, layer.mesh.degree)
+            param: (experts.mesh.group_rank, experts.mesh.degree)
             for name, groups in run.groups.items()
-            if (layer := layer_of(run.units[name])) is not None
+            if (experts := experts_of(run.units[name])) is not None
             for param in self._params(groups)
         }
         """number of this rank among those that hold other experts there, and how many hold them"""

@@ -21,8 +21,8 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.norms import gradient_norm
 from composer_fsdp2.parallel.expert.experts import ExpertLayer, Routing, send_rows
 from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
-from composer_fsdp2.parallel.expert_form import expert_form_of, is_remote, layer_of
-from composer_fsdp2.parallel.fused_rows import group_dividing, part_of
+from composer_fsdp2.parallel.form import ExpertForm, form_of, group_dividing, part_of
+from composer_fsdp2.parallel.parallelism import experts_of
 from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
@@ -480,7 +480,7 @@ def test_load_counts_each_token_of_training_once():
 
 def layers_of(model: nn.Module) -> dict[nn.Module, ExpertLayer]:
     """How the experts of each module are shared."""
-    found = {module: layer_of(module) for module in model.modules()}
+    found = {module: experts_of(module) for module in model.modules()}
     return {module: layer for module, layer in found.items() if isinstance(layer, ExpertLayer)}
 
 
@@ -508,7 +508,9 @@ def test_a_rank_has_its_experts():
             if local_part(param).numel()
         }
         assert names == {str(place * 2), str(place * 2 + 1)}
-        assert all(is_remote(p) != bool(local_part(p).numel()) for p in experts.parameters())
+        assert all(
+            form_of(p).is_remote != bool(local_part(p).numel()) for p in experts.parameters()
+        )
         held = sum(local_part(param).numel() for param in experts.parameters())
         assert held == sum(param.numel() for param in experts.parameters()) // RANKS
 
@@ -635,7 +637,7 @@ def test_state_that_is_divided_as_a_parameter_is():
     optimizer.step()
     saved = optimizer.state_dict()
     divided = {number: dict(entry) for number, entry in saved["state"].items()}
-    held = [(n, p) for n, p in enumerate(model.parameters()) if expert_form_of(p) is not None]
+    held = [(n, p) for n, p in enumerate(model.parameters()) if isinstance(form_of(p), ExpertForm)]
     assert held
     for number, param in held:
         assert isinstance(param, DTensor)

@@ -23,7 +23,7 @@ from composer_fsdp2 import (
     installed,
     prepare_fully_shard,
 )
-from composer_fsdp2.shard.optimizer import shard_like
+from composer_fsdp2.parallel.form import form_of
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import (
     STATE_TOLERANCE,
@@ -153,7 +153,7 @@ def with_gradients(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         grad = torch.randn(param.shape, generator=generator)
-        param.grad = shard_like(grad, param) if param.requires_grad else None
+        param.grad = form_of(param).shard(grad, param) if param.requires_grad else None
 
 
 @pytest.mark.table("config1-134217728-bf16", "config3-134217728-bf16")

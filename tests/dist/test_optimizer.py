@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
-from composer_fsdp2.shard.optimizer import shard_like
+from composer_fsdp2.parallel.form import FULLY_SHARDED
 from tests.support.models import TinyLM, batches
 from tests.support.parity import (
     OPTIMIZERS,
@@ -463,7 +463,7 @@ def test_each_rank_takes_its_part_and_sends_nothing(shape: tuple[int, ...], axes
     for placement in (Shard(0), Replicate()):
         like = whole.redistribute(placements=[*[Replicate()] * (mesh.ndim - 1), placement])
         with CommDebugMode() as communication:
-            part = shard_like(full, like)
+            part = FULLY_SHARDED.shard(full, like)
         assert isinstance(part, DTensor)
         assert communication.get_total_counts() == 0
         assert (part.placements, part.shape, part.stride()) == (
@@ -482,8 +482,8 @@ def test_a_part_has_the_layout_of_the_parameter():
     mesh = init_device_mesh("cpu", (2,))
     like = distribute_tensor(torch.zeros(5, 7), mesh, [Shard(0)])
     full = torch.randn(7, 5, generator=torch.Generator().manual_seed(1)).t()
-    part = shard_like(full, like)
+    part = FULLY_SHARDED.shard(full, like)
     assert part.stride() == like.stride()
     assert torch.equal(part.full_tensor(), full)  # pyright: ignore[reportAttributeAccessIssue]
     plain = torch.zeros(5, 7)
-    assert torch.equal(shard_like(full, plain), full)
+    assert torch.equal(FULLY_SHARDED.shard(full, plain), full)

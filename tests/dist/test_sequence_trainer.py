@@ -21,14 +21,14 @@ from torch.utils.data import Dataset
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.leaving.joint_exit import joint_exit_of
-from composer_fsdp2.parallel.fused_rows import fused_rows_form_of
+from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.patches import install_for_foundry
 from tests.dist.test_blocks import fresh_compiler, graphs
 from tests.dist.test_sequence_parallel import SIZES, batches, llama
 from tests.dist.test_tensor_files import whole_state
 from tests.dist.test_tensor_trainer import adamw
 from tests.dist.test_tensor_with import averages_of
-from tests.support.parity import TOLERANCE, full
+from tests.support.parity import TOLERANCE
 from tests.support.training import largest_difference, loader_of, trainer_for, weights
 
 STEPS, HALF, SIZE = 4, 2, 4
@@ -137,8 +137,8 @@ def test_trainer_reads_counts_and_trains_as_one_process(kind: str, form: str):
     for (name, expected), got in zip(
         alone.named_parameters(), trainer.state.model.parameters(), strict=True
     ):
-        order, whole = fused_rows_form_of(got), full(got)
-        whole = whole if order is None else order.to_model(whole)
+        whole = form_of(got).full(got)
+        assert whole is not None
         assert (whole - expected).abs().max() <= TOLERANCE, name
     metric = trainer.state.train_metrics["LanguageCrossEntropy"]
     last = float(metric.compute())

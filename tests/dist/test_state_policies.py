@@ -114,9 +114,9 @@ def give_gradients(model: nn.Module, step: int) -> None:
 
 
 def shard(full: torch.Tensor, like: Any) -> Any:
-    from composer_fsdp2.shard.optimizer import shard_like
+    from composer_fsdp2.parallel.form import form_of
 
-    return shard_like(full, like)
+    return form_of(like).shard(full, like)
 
 
 def step(model: nn.Module, optimizer: optim.Optimizer, steps: Iterable[int]) -> None:

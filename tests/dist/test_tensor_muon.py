@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from composer_fsdp2 import Muon
-from composer_fsdp2.parallel.fused_rows import part_of
+from composer_fsdp2.parallel.form import part_of
 from tests.dist.test_muon import Sent
 from tests.dist.test_tensor_parallel import (
     FAMILIES,

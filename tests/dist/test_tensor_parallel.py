@@ -16,7 +16,7 @@ from torch import nn
 
 from composer_fsdp2 import clip_grad_norm_, install, prepare_fully_shard
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.fused_rows import fused_rows_form_of
+from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.step.run import run_of
 from tests.support.parity import (
@@ -155,10 +155,9 @@ def mean(value: torch.Tensor) -> torch.Tensor:
 
 
 def usual_gradient(param: torch.Tensor) -> torch.Tensor:
-    assert param.grad is not None
-    order = fused_rows_form_of(param)
-    whole = full(param.grad)
-    return whole if order is None else order.to_model(whole)
+    gradient = form_of(param).full(param.grad)
+    assert gradient is not None
+    return gradient
 
 
 def assert_same_gradients(oracle: nn.Module, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import PlanError, clip_grad_norm_, full_tensor, prepare_fully_shard
-from composer_fsdp2.parallel.fused_rows import fused_rows_form_of
+from composer_fsdp2.parallel.form import FusedRowsForm, form_of
 from tests.dist.test_tensor_parallel import SIZES, grouped, llama, loss_of
 from tests.support.parity import STATE_TOLERANCE, assert_close, assert_same_values, full
 
@@ -66,7 +66,9 @@ def test_uneven_rows_train_like_one_process(family: str, shards: int):
     pair = [grouped(m) for m in (oracle, model)]
     prepare_fully_shard(model, pair[1], {"tensor_parallel": 2}, precision="fp32")
     padded = [
-        p for p in model.parameters() if (o := fused_rows_form_of(p)) is not None and o.padding
+        p
+        for p in model.parameters()
+        if isinstance(form := form_of(p), FusedRowsForm) and form.padding
     ]
     assert padded
     for ids in odd_batches():
@@ -88,10 +90,10 @@ def test_uneven_rows_train_like_one_process(family: str, shards: int):
             assert found.shape == values[key].shape
             assert (found - values[key]).abs().max() <= STATE_TOLERANCE
     for param in padded:
-        order = fused_rows_form_of(param)
-        assert order is not None
+        form = form_of(param)
+        assert isinstance(form, FusedRowsForm)
         whole = full(param.detach())
-        assert torch.equal(order.to_ranks(order.to_model(whole)), whole)  # padding stays zero
+        assert torch.equal(form.to_ranks(form.to_model(whole)), whole)  # padding stays zero
 
 
 @pytest.mark.matrix
@@ -156,9 +158,7 @@ def test_another_vocabulary_in_one_process_and_what_is_no_word():
         loss_of(oracle, ids).backward()
         loss_of(model, ids).backward()
         weight = model.lm_head.weight
-        order, found = fused_rows_form_of(weight), full(weight.grad)
-        found = found if order is None else order.to_model(found)
-        assert_close("gradient", oracle.lm_head.weight.grad, found)
+        assert_close("gradient", oracle.lm_head.weight.grad, form_of(weight).full(weight.grad))
     with pytest.raises(IndexError, match="index out of range"):
         model(torch.full((1, 3), vocabulary))
 

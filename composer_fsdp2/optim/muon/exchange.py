@@ -23,7 +23,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,12 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.optim.muon.newton_schulz import MatrixLayout
-from composer_fsdp2.parallel.fused_rows import (
-    FusedRowsForm,
-    cut_in_order,
-    fused_rows_form_of,
-    shape_in_model,
-)
+from composer_fsdp2.parallel.form import FULLY_SHARDED, ParameterForm, cut_in_order, form_of
 from composer_fsdp2.shard.device_mesh import whole_mesh
 
 __all__ = [
@@ -104,26 +99,25 @@ class MatrixSplit:
     """of the axes of the mesh that divide it; shards are numbered along the last one first"""
     cuts: tuple[tuple[int, int], ...] = ()
     """which axis divides which dimension, one after the other"""
-    order: FusedRowsForm | None = None
+    form: ParameterForm = FULLY_SHARDED
 
     @classmethod
     def of(cls, param: Tensor, axes: Sequence[int], layout: MatrixLayout) -> MatrixSplit:
         """Reads a parameter that is divided along these axes of its mesh. Collective: no."""
-        shape = tuple(shape_in_model(param))
+        form = form_of(param)
+        shape = tuple(form.unpadded_shape(param.shape))
         if not isinstance(param, DTensor) or not axes:
             return cls(shape, layout)
         in_order = [axis for axis in cut_in_order(param.placements) if axis in axes]
         cuts = [(axes.index(axis), getattr(param.placements[axis], "dim", 0)) for axis in in_order]
         sizes = tuple(param.device_mesh.size(axis) for axis in axes)
-        return cls(shape, layout, sizes, tuple(cuts), fused_rows_form_of(param))
+        return cls(shape, layout, sizes, tuple(cuts), form)
 
 
 @functools.lru_cache(maxsize=2**14)
 def positions_of(division: MatrixSplit, shard: int) -> tuple[Tensor, ...]:
     """Returns what a shard holds along each dimension; see [Note: positions]."""
-    found = [torch.arange(size) for size in division.shape]
-    if (order := division.order) is not None:
-        found[order.dim] = replace(order, dim=0).to_ranks(found[order.dim] + 1) - 1
+    found = [division.form.positions(dim, size) for dim, size in enumerate(division.shape)]
     place = list(itertools.product(*map(range, division.sizes)))[shard]
     for axis, dim in division.cuts:
         # `torch.chunk` makes fewer chunks where there are not enough rows.

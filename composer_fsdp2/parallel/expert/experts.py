@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composer_fsdp2.parallel.exchange import exchange_tensor
 from composer_fsdp2.parallel.expert.views import show_all_experts
-from composer_fsdp2.parallel.expert_form import ExpertForm, ExpertMesh, HeldLayer
-from composer_fsdp2.parallel.fused_rows import rows_of
+from composer_fsdp2.parallel.form import ExpertForm, ExpertMesh, rows_of, set_form
+from composer_fsdp2.parallel.parallelism import DistributedExperts
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.torch_private.units import backward_number
 
@@ -121,7 +121,7 @@ def _send(
 # --- Layers ---
 
 
-class ExpertLayer(HeldLayer):
+class ExpertLayer(DistributedExperts):
     """The experts of one layer, to which ranks send their tokens."""
 
     _routings: Sequence[weakref.ref[Routing]] = ()
@@ -206,7 +206,7 @@ class ExpertLayer(HeldLayer):
 
 
 class Experts(ExpertLayer, nn.Module):
-    """Takes the place of a list of experts, all of them until `keep_own` is called.
+    """Takes the place of a list of experts, all of them until `drop_remote` is called.
 
     A plain module, because torch 2.7 takes no kind of list as a unit, with a forward or without:
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L185
@@ -225,17 +225,17 @@ class Experts(ExpertLayer, nn.Module):
         for number, (name, expert) in enumerate(experts.named_children()):
             self.add_module(name, expert)
             for param in expert.parameters():
-                ExpertForm(mesh, number // self.share).note(param)
+                set_form(param, ExpertForm(mesh, number // self.share))
         show_all_experts(self)
         self._calls_all = calls_all
 
     @property
     def _own(self) -> list[nn.Module]:
         """The experts of this rank."""
-        begin = self.mesh.place * self.share
+        begin = self.mesh.group_rank * self.share
         return list(self.children())[begin : begin + self.share]
 
-    def keep_own(self) -> set[nn.Parameter]:
+    def drop_remote(self) -> set[nn.Parameter]:
         """Frees the experts of other ranks; see [Note: remote experts]."""
         others = [expert for expert in self.children() if expert not in self._own]
         parts = [part for expert in others for part in expert.modules()]

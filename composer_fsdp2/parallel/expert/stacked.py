@@ -21,7 +21,8 @@ from torch import nn
 from composer_fsdp2.parallel.expert.experts import ExpertLayer
 from composer_fsdp2.parallel.expert.routers import code_of
 from composer_fsdp2.parallel.expert.views import show_all_experts
-from composer_fsdp2.parallel.expert_form import LAYER, ExpertForm, ExpertMesh
+from composer_fsdp2.parallel.form import ExpertForm, ExpertMesh, set_form
+from composer_fsdp2.parallel.parallelism import set_experts
 from composer_fsdp2.plan.module_tree import own_parameters
 
 __all__ = ["StackedExperts", "holds_stack", "stack_size"]
@@ -80,27 +81,27 @@ class StackedExperts(ExpertLayer):
         self.mesh, self.count = mesh, count
         self._experts, self._compute = experts, experts.forward
         self._is_of_foundry = _is_of_foundry(experts)
-        setattr(experts, LAYER, self)
+        set_experts(experts, self)
         experts.forward = self._forward_of_foundry if self._is_of_foundry else self._forward
         for part in experts.modules():
             for name in {"num_experts", "moe_num_experts"} & vars(part).keys():
                 setattr(part, name, self.share)
-        self._held: dict[str, ExpertForm] = {}
+        self._forms: dict[str, ExpertForm] = {}
         for name, param in experts.named_parameters():
             sizes = (param.shape[0] // mesh.degree, *param.shape[1:])
             even = (dim for dim, size in enumerate(sizes) if size % mesh.shards.size(-1) == 0)
-            self._held[name] = ExpertForm(mesh, mesh.place, next(even, 0))
-            self._held[name].note(param)
+            self._forms[name] = ExpertForm(mesh, mesh.group_rank, next(even, 0))
+            set_form(param, self._forms[name])
         show_all_experts(experts)
 
-    def keep_own(self) -> set[nn.Parameter]:
+    def drop_remote(self) -> set[nn.Parameter]:
         """Cuts this rank's slice out of each parameter; see [Note: stacks]."""
-        for name, held in self._held.items():
+        for name, form in self._forms.items():
             param = self._experts.get_parameter(name)
-            own = nn.Parameter(held.own(param.detach()), param.requires_grad)
-            held.note(own)
+            slice_ = nn.Parameter(form.slice_of(param.detach()), param.requires_grad)
+            set_form(slice_, form)
             path, _, attribute = name.rpartition(".")
-            self._experts.get_submodule(path)._parameters[attribute] = own
+            self._experts.get_submodule(path)._parameters[attribute] = slice_
         return set()
 
     def _forward(

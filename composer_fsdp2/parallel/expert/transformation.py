@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.expert_form import ExpertMesh
+from composer_fsdp2.parallel.form import ExpertMesh
 from composer_fsdp2.parallel.parallelism import AppliedParallelism, Parallelism, untried_items
 from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, TENSOR_AXIS
 from composer_fsdp2.plan.module_tree import ModuleTree

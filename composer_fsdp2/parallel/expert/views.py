@@ -18,8 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composer_fsdp2.parallel.expert_form import ExpertForm, expert_form_of, is_remote
-from composer_fsdp2.parallel.fused_rows import States, rows_of, show_usual_form, show_usual_states
+from composer_fsdp2.parallel.form import ExpertForm, form_of, rows_of
+from composer_fsdp2.parallel.state_dicts import (
+    States,
+    change_optimizer_state_dicts,
+    change_state_dicts,
+)
 from composer_fsdp2.torch_private.tensors import dtensor_like
 
 __all__ = ["show_all_experts", "show_all_states"]
@@ -32,19 +36,19 @@ _Block = tuple[range, ...]
 class _ExpertPart:
     """This rank's part of a tensor of an expert, or of all of them; empty where it has none."""
 
-    held: ExpertForm
+    form: ExpertForm
     shape: torch.Size
     """of the whole tensor"""
     local: torch.Tensor
 
     def own_block(self, ranks: int, rank: int) -> _Block:
         """Returns the block of a rank; the ranks of one group of experts have numbers in a row."""
-        degree = self.held.mesh.degree
+        degree = self.form.mesh.degree
         shard, place = divmod(rank, degree)
-        block, dim = list(map(range, self.shape)), self.held.dim or 0
-        if self.held.dim is not None:
+        block, dim = list(map(range, self.shape)), self.form.dim or 0
+        if self.form.dim is not None:
             block[0] = rows_of(self.shape[0], degree, place)
-        elif place != self.held.place:
+        elif place != self.form.owner:
             block[0] = range(0)
         rows = rows_of(len(block[dim]), ranks // degree, shard)
         block[dim] = block[dim][rows.start : rows.stop]
@@ -55,11 +59,11 @@ class _ExpertPart:
         return (rows_of(self.shape[0], ranks, rank), *map(range, self.shape[1:]))
 
 
-def _part(held: ExpertForm, param: DTensor, value: torch.Tensor) -> _ExpertPart:
+def _part(form: ExpertForm, param: DTensor, value: torch.Tensor) -> _ExpertPart:
     """Makes the part of a parameter, or of state that is divided as the parameter is."""
     local = value.to_local() if isinstance(value, DTensor) else value
     # The backend of the mesh sends from its own devices.
-    return _ExpertPart(held, held.whole_shape(param.shape), local.to(param.device_mesh.device_type))
+    return _ExpertPart(form, form.model_shape(param.shape), local.to(param.device_mesh.device_type))
 
 
 def _shared(one: _Block, other: _Block) -> _Block:
@@ -97,7 +101,7 @@ def _moved(parts: Mapping[Any, _ExpertPart], *, to_all: bool) -> dict[Any, torch
 
 
 def _moved_alike(parts: Sequence[_ExpertPart], to_all: bool) -> list[torch.Tensor]:
-    data_parallel = parts[0].held.mesh.data_parallel
+    data_parallel = parts[0].form.mesh.data_parallel
     group = data_parallel.get_group(data_parallel.ndim - 1)
     here, count = group.rank(), group.size()
     before, after = _ExpertPart.own_block, _ExpertPart.checkpoint_block
@@ -136,7 +140,7 @@ def _to_all(parts: Mapping[Any, _ExpertPart]) -> dict[Any, DTensor]:
     """Returns DTensors over all ranks. Collective: yes, as `_moved`."""
     found: dict[Any, DTensor] = {}
     for key, local in _moved(parts, to_all=True).items():
-        data_parallel, shape = parts[key].held.mesh.data_parallel, parts[key].shape
+        data_parallel, shape = parts[key].form.mesh.data_parallel, parts[key].shape
         found[key] = DTensor.from_local(
             local,
             data_parallel,
@@ -155,16 +159,16 @@ def _to_own(values: Mapping[Any, tuple[Any, DTensor, ExpertForm]]) -> dict[Any, 
     """
     found: dict[Any, Any] = {}
     spread: dict[Any, _ExpertPart] = {}
-    for key, (value, param, held) in values.items():
-        if not isinstance(value, torch.Tensor) or value.shape != held.whole_shape(param.shape):
+    for key, (value, param, form) in values.items():
+        if not isinstance(value, torch.Tensor) or value.shape != form.model_shape(param.shape):
             continue  # torch says what is wrong
         # On the parameter's mesh somebody has taken it from the parameters, and not from a state
         # dict, or torch has divided a whole tensor of a file as it divides this rank's slice.
         is_own = isinstance(value, DTensor) and value.device_mesh == param.device_mesh
-        if not isinstance(value, DTensor) or (is_own and held.dim is not None):
-            found[key] = held.from_checkpoint_form(value, param.detach())
+        if not isinstance(value, DTensor) or (is_own and form.dim is not None):
+            found[key] = form.from_checkpoint(value, param.detach())
         elif not is_own:
-            spread[key] = _part(held, param, value)
+            spread[key] = _part(form, param, value)
     moved = _moved(spread, to_all=False).items()
     return found | {key: dtensor_like(local, values[key][1]) for key, local in moved}
 
@@ -177,7 +181,7 @@ def show_all_experts(experts: nn.Module) -> None:
 
     Collective: no, but each state dict is from then on, over the ranks of one copy of the model.
     """
-    show_usual_form(experts, _after_saving, _before_loading)
+    change_state_dicts(experts, _after_saving, _before_loading)
 
 
 @torch.no_grad()
@@ -185,7 +189,7 @@ def _after_saving(experts: nn.Module, state: dict[str, Any], prefix: str, *_args
     params = _params(experts, state, prefix)
     # Not with `keep_vars`, for which the parameters themselves are asked for.
     if not any(isinstance(state[name], nn.Parameter) for name in params):
-        parts = {name: _part(held, param, state[name]) for name, (param, held) in params.items()}
+        parts = {name: _part(form, param, state[name]) for name, (param, form) in params.items()}
         state.update(_to_all(parts))
 
 
@@ -202,11 +206,11 @@ def _params(
 ) -> dict[str, tuple[DTensor, ExpertForm]]:
     """Parameters of experts that a state dict has, by their names in it."""
     return {
-        prefix + name: (param, held)
+        prefix + name: (param, form)
         for name, param in experts.named_parameters()
         # Not a DTensor: somebody is shown whole parameters, on this rank or on all.
         if isinstance(param, DTensor) and prefix + name in state
-        if (held := expert_form_of(param)) is not None
+        if isinstance(form := form_of(param), ExpertForm)
     }
 
 
@@ -218,7 +222,7 @@ def show_all_states(optimizer: torch.optim.Optimizer) -> None:
 
     Collective: no, but each state dict is from then on, over the ranks of one copy of the model.
     """
-    show_usual_states(optimizer, expert_form_of, _shown_states, _loaded_states)
+    change_optimizer_state_dicts(optimizer, ExpertForm, _shown_states, _loaded_states)
 
 
 @torch.no_grad()
@@ -226,26 +230,26 @@ def _shown_states(forms: Mapping[int, tuple[Any, ExpertForm]], states: States) -
     # Of a tensor that is divided as its parameter is, ranks tell each other the dtype; of others
     # the value.
     told: dict[int, dict[Any, tuple[torch.dtype | None, Any]]] = {}
-    for number, (param, _) in forms.items():
-        if not is_remote(param):
+    for number, (param, form) in forms.items():
+        if not form.is_remote:
             told[number] = {
                 key: (value.dtype, None)
                 if isinstance(value, torch.Tensor) and value.shape == param.shape
                 else (None, value)
                 for key, value in states.get(number, {}).items()
             }
-    mesh = next(held.mesh for _, held in forms.values())
+    mesh = next(form.mesh for _, form in forms.values())
     everyone: list[Any] = [None] * mesh.degree
     dist.all_gather_object(everyone, told, group=mesh.group)
     known = {number: entry for one in everyone for number, entry in one.items()}
     parts: dict[tuple[int, Any], _ExpertPart] = {}
-    for number, (param, held) in forms.items():
+    for number, (param, form) in forms.items():
         for key, (dtype, _) in known[number].items():
             if dtype is not None:
                 value = states.get(number, {}).get(key)
-                if value is None or is_remote(param):
+                if value is None or form.is_remote:
                     value = torch.empty(0, dtype=dtype)
-                parts[number, key] = _part(held, param, value)
+                parts[number, key] = _part(form, param, value)
     shown = _to_all(parts)
     changed = {number: state for number, state in states.items() if number not in forms}
     for number in forms:
@@ -260,13 +264,13 @@ def _shown_states(forms: Mapping[int, tuple[Any, ExpertForm]], states: States) -
 def _loaded_states(forms: Mapping[int, tuple[Any, ExpertForm]], states: States) -> States:
     loaded = _to_own(
         {
-            (number, key): (value, param, held)
-            for number, (param, held) in forms.items()
+            (number, key): (value, param, form)
+            for number, (param, form) in forms.items()
             for key, value in states.get(number, {}).items()
         }
     )
-    elsewhere = {number for number, (param, _) in forms.items() if is_remote(param)}
-    changed = {number: state for number, state in states.items() if number not in elsewhere}
+    remote = {number for number, (_, form) in forms.items() if form.is_remote}
+    changed = {number: state for number, state in states.items() if number not in remote}
     for (number, key), value in loaded.items():
         if number in changed:
             changed[number] = {**changed[number], key: value}

@@ -28,8 +28,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from composer_fsdp2.parallel.expert_form import expert_form_of
-from composer_fsdp2.parallel.fused_rows import FusedRowsForm, part_of, set_order, show_usual_order
+from composer_fsdp2.parallel.form import ExpertForm, FusedRowsForm, form_of, part_of, set_form
+from composer_fsdp2.parallel.state_dicts import show_model_order
 from composer_fsdp2.parallel.tensor.known import Cut, home_of, is_conv1d
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef
@@ -71,7 +71,7 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
                 holds = tree.paths[ref.path_index].module
                 holds._parameters[ref.name.rpartition(".")[2]] = ref.param = new
             done.add(id(new))
-        show_usual_order(module)  # in every place of a tied parameter
+        show_model_order(module)  # in every place of a tied parameter
         parent, is_adapter = home_of(name, modules)
         home = None
         if cut.kind in ("columns", "rows") and not is_adapter:
@@ -82,7 +82,8 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
         _divide_counts(modules[name], counts, plan.degree)
     average = functools.partial(_average, mesh.get_group())
     for first, *_ in places.values():
-        same_on_all = id(first.param) not in done and expert_form_of(first.param) is None
+        is_expert = isinstance(form_of(first.param), ExpertForm)
+        same_on_all = id(first.param) not in done and not is_expert
         if same_on_all and first.param.requires_grad:
             first.param.register_post_accumulate_grad_hook(average)
 
@@ -105,18 +106,18 @@ def _divided(
     if not pretends and not keep_on_meta:
         # Each rank cuts its part out of rank 0's whole weight, one weight at a time.
         broadcast_from_rank0(whole, device)
-    order = None
+    form = None
     # Parts that follow each other in the model do so on the ranks.
     if dim is not None and (len(blocks) > 1 or padding):
-        order = FusedRowsForm(blocks or (whole.shape[dim],), mesh.size(), dim, padding)
-        whole = order.to_ranks(whole)
+        form = FusedRowsForm(blocks or (whole.shape[dim],), mesh.size(), dim, padding)
+        whole = form.to_ranks(whole)
     part = part_of(whole, mesh, [Replicate() if dim is None else Shard(dim)])
     new = nn.Parameter(part, requires_grad=param.requires_grad)
     # Users mark parameters (`_no_weight_decay`) and hang hooks on them before they are divided.
     vars(new).update(vars(param))
     copy_hooks(param, new)
-    if order is not None:
-        set_order(new, order)
+    if form is not None:
+        set_form(new, form)
     return new
 
 

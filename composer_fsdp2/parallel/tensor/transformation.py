@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.fused_rows import group_dividing, show_usual_order_of_states
+from composer_fsdp2.parallel.form import group_dividing
 from composer_fsdp2.parallel.parallelism import (
     DRAWN,
     DRAWS,
@@ -31,6 +31,7 @@ from composer_fsdp2.parallel.parallelism import (
     SameBatchGroup,
     untried_items,
 )
+from composer_fsdp2.parallel.state_dicts import show_model_order_of_states
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
@@ -188,7 +189,7 @@ class _TensorGroup(SameBatchGroup):
 
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Has its state dicts show the order of the model."""
-        show_usual_order_of_states(optimizer)
+        show_model_order_of_states(optimizer)
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Collective: yes, over the default group, in the first forward after `begin`."""

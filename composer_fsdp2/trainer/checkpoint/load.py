@@ -40,7 +40,7 @@ from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.lion_state import ADAPTIVE_LIONS, lion_as_text
 from composer_fsdp2.optim.local import MatrixOptimizer
-from composer_fsdp2.parallel.fused_rows import fused_rows_form_of, whole_to_part
+from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.ranks import of_rank0, on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
@@ -511,14 +511,14 @@ def _unalias(optimizers: Mapping[str, Any], *, every: bool) -> None:
 def _divided(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Returns weights of a file with this rank's part of those that torch could not divide.
 
-    Torch divides a whole tensor by the placements of the parameter, which has rows of padding that
-    the tensor has not; see [Note: padding] in `parallel.fused_rows`.
+    Torch divides a full tensor by the placements of the parameter, which may have another shape:
+    rows of padding, or the experts of this rank alone; see the notes of `parallel.form`.
     """
     divided = dict(weights)
     for name, param in model.named_parameters(remove_duplicate=False):
-        order, whole = fused_rows_form_of(param), weights.get(plain_name(name))
-        if order is None or not order.padding or not isinstance(param, DTensor):
+        form, full = form_of(param), weights.get(plain_name(name))
+        if not isinstance(full, torch.Tensor) or isinstance(full, DTensor):
             continue
-        if isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor):
-            divided[plain_name(name)] = whole_to_part(whole.detach(), param).to(param.device)
+        if full.shape == form.model_shape(param.shape) != param.shape:
+            divided[plain_name(name)] = form.shard(full.detach(), param)
     return divided

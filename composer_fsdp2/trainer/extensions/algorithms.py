@@ -27,14 +27,7 @@ from composer_fsdp2.optim.norms import (
     clip_grad_value_,
     gradient_norm,
 )
-from composer_fsdp2.parallel.expert_form import ExpertForm, expert_form_of
-from composer_fsdp2.parallel.fused_rows import (
-    FusedRowsForm,
-    fused_rows_form_of,
-    to_model_order,
-    to_ranks_order,
-)
-from composer_fsdp2.shard.optimizer import shard_like
+from composer_fsdp2.parallel.form import FULLY_SHARDED, ParameterForm, form_of
 from composer_fsdp2.shard.units import is_sharded, reshard
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.torch_private.tensors import local_part, tree_leaves, tree_map_only
@@ -55,9 +48,8 @@ __all__ = [
 ]
 
 _Tensors = dict[str, torch.Tensor]
-_Form = FusedRowsForm | ExpertForm
 """the order of rows under tensor parallelism, or the ranks that hold an expert"""
-_forms: WeakKeyDictionary[EMAParameters, Mapping[str, _Form]] = WeakKeyDictionary()
+_forms: WeakKeyDictionary[EMAParameters, Mapping[str, ParameterForm]] = WeakKeyDictionary()
 """the forms of averages that are not those of checkpoints, by name"""
 
 
@@ -141,8 +133,7 @@ def start_averages(
     """
     original(averages, model)
     named = () if model is None else model.named_parameters()
-    found = {name: fused_rows_form_of(param) or expert_form_of(param) for name, param in named}
-    _forms[averages] = {name: form for name, form in found.items() if form is not None}
+    _forms[averages] = {name: form_of(param) for name, param in named}
 
 
 def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any]:
@@ -157,18 +148,10 @@ def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any
     forms = _forms.get(own, {})
     for part, tensors in average.items():
         average[part] = {
-            plain_name(name): _as_in_model(tensor, forms.get(name))
+            plain_name(name): forms.get(name, FULLY_SHARDED).to_checkpoint(tensor)
             for name, tensor in tensors.items()
         }
     return values
-
-
-def _as_in_model(tensor: torch.Tensor, form: _Form | None) -> torch.Tensor:
-    return (
-        form.to_checkpoint_form(tensor)
-        if isinstance(form, ExpertForm)
-        else to_model_order(tensor, form)
-    )
 
 
 def load_ema(
@@ -285,7 +268,9 @@ def _sharded(tensors: Iterable[Any]) -> bool:
 
 @torch.no_grad()
 def _fill(
-    own: _Tensors, given: Mapping[str, torch.Tensor], forms: Mapping[str, _Form] | None = None
+    own: _Tensors,
+    given: Mapping[str, torch.Tensor],
+    forms: Mapping[str, ParameterForm] | None = None,
 ) -> None:
     named: _Tensors = {}
     for name, tensor in given.items():
@@ -294,20 +279,12 @@ def _fill(
             name = name.removeprefix("module.")
             named[plain_name(name)] = tensor
     for name, tensor in own.items():
-        value, form = named.get(plain_name(name)), (forms or {}).get(name)
-        shape = tensor.shape
-        is_held = isinstance(form, ExpertForm)
-        if form is not None:
-            shape = form.whole_shape(shape) if is_held else form.shape_in_model(shape)
+        value, form = named.get(plain_name(name)), (forms or {}).get(name, FULLY_SHARDED)
+        shape = form.model_shape(tensor.shape)
         if value is None or value.shape != shape:
             raise CheckpointError(
                 f"The checkpoint has no average of '{plain_name(name)}' in the shape "
                 f"{tuple(shape)}. The average would go on from another model's. Leave the "
                 "algorithms out with load_ignore_keys: [state/algorithms]."
             )
-        value = (
-            form.from_checkpoint_form(value, tensor)
-            if is_held
-            else to_ranks_order(value, form, tensor)
-        )
-        tensor.copy_(value if isinstance(value, DTensor) else shard_like(value, tensor))
+        tensor.copy_(form.from_checkpoint(value, tensor))

@@ -14,7 +14,7 @@ from composer.utils import dist
 from torch import nn
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.expert_form import layer_of
+from composer_fsdp2.parallel.parallelism import experts_of
 from composer_fsdp2.prepare.measured_step import MONITOR, Traffic, show
 from composer_fsdp2.step.run import Run, run_of
 from composer_fsdp2.text import plain_name
@@ -119,7 +119,7 @@ class FSDP2Monitor(Callback):
         flops = getattr(state.model, "flops_per_batch", None)
         if flops is not None and self.gpu_flops_available and seconds:
             found["mfu"] = float(flops(state.batch)) / (seconds * self.gpu_flops_available)
-        layers = {name: layer_of(module) for name, module in state.model.named_modules()}
+        layers = {name: experts_of(module) for name, module in state.model.named_modules()}
         experts = {name: layer for name, layer in layers.items() if layer is not None}
         if experts:
             # How unevenly the tokens were shared between the experts of each layer; 1 is even.

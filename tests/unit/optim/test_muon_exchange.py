@@ -21,7 +21,7 @@ from composer_fsdp2.optim.muon.exchange import (
     plan_exchange,
 )
 from composer_fsdp2.optim.muon.newton_schulz import MatrixLayout
-from composer_fsdp2.parallel.fused_rows import FusedRowsForm
+from composer_fsdp2.parallel.form import FusedRowsForm
 
 LARGE = 2**27
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_fsdp2.parallel.fused_rows import FusedRowsForm
+from composer_fsdp2.parallel.form import FusedRowsForm
 
 CASES = [
     ((12,), 2, 0, 1),
@@ -18,7 +18,7 @@ CASES = [
 
 def parts_by_hand(whole: torch.Tensor, order: FusedRowsForm) -> list[torch.Tensor]:
     """What each rank holds: its share of each block, then zeros."""
-    blocks = whole.split(order.blocks, order.dim)
+    blocks = whole.split(order.sizes, order.dim)
     shares = zip(*(block.chunk(order.degree, order.dim) for block in blocks), strict=True)
     shape = list(whole.shape)
     shape[order.dim] = order.padding
@@ -34,7 +34,7 @@ def test_there_and_back(blocks: tuple[int, ...], degree: int, dim: int, padding:
     on_ranks = order.to_ranks(whole)
     assert torch.equal(on_ranks, torch.cat(parts_by_hand(whole, order), dim))
     assert torch.equal(order.to_model(on_ranks), whole)
-    assert order.shape_in_model(on_ranks.shape) == whole.shape
+    assert order.model_shape(on_ranks.shape) == whole.shape
     for here, there, count in order.runs():
         piece = on_ranks.narrow(dim, here, count)
         assert torch.equal(piece, whole.narrow(dim, there, count))
