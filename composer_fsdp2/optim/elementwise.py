@@ -20,7 +20,7 @@ from composer_fsdp2.optim.local import LocalStep, MatrixOptimizer
 from composer_fsdp2.optim.small_copy import steps_alike
 from composer_fsdp2.optim.state import KeptSteps
 from composer_fsdp2.step.run import Run, StepListener
-from composer_fsdp2.torch_private.tensors import dtensor_like, local_tensor
+from composer_fsdp2.torch_private.tensors import local_tensor, sharded_like
 
 __all__ = ["LaterOptimizers", "apply_local_step", "check_optimizer_state", "known_as"]
 
@@ -130,7 +130,7 @@ def _restore_layouts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             pairs = zip(value.placements, param.placements, strict=True)
             alike = local_tensor(value).shape == local_tensor(param).shape
             if alike and any(type(a) is not type(b) for a, b in pairs):
-                state[key] = dtensor_like(local_tensor(value), param)
+                state[key] = sharded_like(local_tensor(value), param)
 
 
 class LaterOptimizers(StepListener):

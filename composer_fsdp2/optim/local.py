@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.shard.layout import sharded_like
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     is_plain,
     local_gradients,
     local_tensor,
     local_value,
+    sharded_like,
 )
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.optim.codec import ShardPlace, StateFormat, Stored, decode, encode
 from composer_fsdp2.optim.local import LocalStep, class_step
-from composer_fsdp2.shard.layout import sharded_like
-from composer_fsdp2.torch_private.tensors import local_tensor, local_value
+from composer_fsdp2.torch_private.tensors import local_tensor, local_value, sharded_like
 
 __all__ = ["SMALL", "KeptState", "KeptSteps", "kept_storages", "storages_of"]
 

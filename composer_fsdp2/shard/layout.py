@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.torch_private.tensors import copy_hooks, dtensor_like
+from composer_fsdp2.torch_private.tensors import copy_hooks
 
-__all__ = ["Layout", "Slot", "replace_parameter", "sharded_like", "slot_of"]
+__all__ = ["Layout", "Slot", "replace_parameter", "slot_of"]
 
 
 Slot = tuple[nn.Module, str]
@@ -112,21 +111,3 @@ def replace_parameter(
     for module, attribute in places:
         module._parameters[attribute] = new
     return new
-
-
-# --- Makes a sharded tensor of this rank's part. ---
-
-
-def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Returns a DTensor of `like`'s shape and placements that holds `local`. Collective: no."""
-    if local.device == like.device and local.device.type != like.device_mesh.device_type:
-        return dtensor_like(local, like)  # of an offloaded shard: torch would move it to the mesh
-    # Without a shape torch takes every shard for as large as this one; its check may send.
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )

@@ -20,7 +20,8 @@ from composer_fsdp2.parallel.form import ParameterForm, form_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
-from composer_fsdp2.shard.layout import Slot, replace_parameter, sharded_like, slot_of
+from composer_fsdp2.shard.layout import Slot, replace_parameter, slot_of
+from composer_fsdp2.torch_private.tensors import sharded_like
 
 __all__ = ["SourcedWeights", "WeightSource"]
 

@@ -41,7 +41,6 @@ __all__ = [
     "compiler_modes",
     "copy_hooks",
     "default_store",
-    "dtensor_like",
     "flatten_state_dict",
     "forward_pre_hooks",
     "is_compiled",
@@ -59,6 +58,7 @@ __all__ = [
     "post_accumulate_hooks",
     "root_mesh",
     "set_timeout",
+    "sharded_like",
     "storage_id",
     "storage_info",
     "tensor_hooks",
@@ -151,8 +151,11 @@ def local_value(value: Any, param: DTensor) -> Any:
     return value._local_tensor
 
 
-def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Returns a DTensor of another one's layout around `local`, on whatever device that is."""
+def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Returns a DTensor of another one's layout around `local`. Collective: no.
+
+    `DTensor.from_local` would move an offloaded shard to the device of the mesh.
+    """
     layout = copy.copy(like._spec)
     assert layout.tensor_meta is not None  # only layouts that torch propagates have none
     layout.tensor_meta = layout.tensor_meta._replace(dtype=local.dtype)

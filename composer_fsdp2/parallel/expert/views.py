@@ -24,7 +24,7 @@ from composer_fsdp2.parallel.state_dicts import (
     change_optimizer_state_dicts,
     change_state_dicts,
 )
-from composer_fsdp2.torch_private.tensors import dtensor_like
+from composer_fsdp2.torch_private.tensors import sharded_like
 
 __all__ = ["show_all_experts", "show_all_states"]
 
@@ -170,7 +170,7 @@ def _to_own(values: Mapping[Any, tuple[Any, DTensor, ExpertForm]]) -> dict[Any, 
         elif not is_own:
             spread[key] = _part(form, param, value)
     moved = _moved(spread, to_all=False).items()
-    return found | {key: dtensor_like(local, values[key][1]) for key, local in moved}
+    return found | {key: sharded_like(local, values[key][1]) for key, local in moved}
 
 
 # --- Models ---
