@@ -49,7 +49,8 @@ def shards_of(values: list[torch.Tensor], params: tuple[MatrixSplit, ...], shard
     """Cuts as torch does, axis after axis, in the order of the ranks."""
     found = []
     for value, division in zip(values, params, strict=True):
-        part = value if division.order is None else division.order.to_ranks(value)
+        form = division.form
+        part = form.to_ranks(value) if isinstance(form, FusedRowsForm) else value
         for axis, dim in division.cuts:
             chunks = part.chunk(division.sizes[axis], dim)
             below = math.prod(division.sizes[axis + 1 :])
