@@ -274,6 +274,29 @@ def predicted_8b(worlds: tuple[int, ...] = (8, 512)) -> None:
         shapes.emit("memory.8b", value, GOALS[world])
 
 
+def prefetch(world: int = 8) -> None:
+    """A line for each number of units that backward gathers ahead: the peak, and units in it."""
+    shape = {"blocks": 8, "d_model": 512, "vocab": 512, "hidden": 2048, "heads": 8}
+    block = sum(p.numel() for p in shapes.LlamaLike(**{**shape, "blocks": 1}).blocks.parameters())
+    peaks = {
+        ahead: _peak(
+            lambda: shapes.LlamaLike(**shape),
+            {"activation_checkpointing": True, "backward_prefetch": ahead},
+            (1, 65),
+            world,
+        )["peak"]
+        for ahead in (0, None, 1, 2)
+    }
+    for ahead, peak in peaks.items():
+        value = {
+            "backward_prefetch": ahead,
+            "peak_bytes": peak,
+            "unit_bytes": block * 4,
+            "ratio": (peak - peaks[0]) / (block * 4),
+        }
+        shapes.emit("memory.prefetch", value, None)
+
+
 def logits(words: int = 2048, tokens: int = 96, world: int = 8) -> None:
     """A line for each degree and number of chunks; none of them is a plain loss."""
     whole = tokens * words * 4
@@ -308,13 +331,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--figure", choices=["modes", "8b", "logits"], default="modes")
+    parser.add_argument("--figure", choices=["modes", "8b", "logits", "prefetch"], default="modes")
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 512], help="of 8b")
     options = parser.parse_args()
     if options.figure == "8b":
         predicted_8b(tuple(options.ranks))
     else:
-        {"modes": modes, "logits": logits}[options.figure]()
+        {"modes": modes, "logits": logits, "prefetch": prefetch}[options.figure]()
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ FSDP1_KEPT = (
 """Keys that mean the same in both."""
 
 FSDP1_NOT_NEEDED = {
-    "backward_prefetch": "FSDP2 prefetches the next unit of backward by itself",
+    "backward_prefetch": "FSDP2 gathers the next unit of backward before it computes one",
     "backward_prefetch_limit": "FSDP2 prefetches one unit ahead",
     "forward_prefetch": "FSDP2 prefetches from its own stream without blocking the CPU",
     "forward_prefetch_limit": "FSDP2 prefetches one unit ahead",
@@ -49,6 +49,10 @@ FSDP1_NOT_NEEDED = {
     "device_id": "the device comes from the mesh",
 }
 """Key -> why FSDP2 does not need it. Any value may be dropped. `device_id` is of single units."""
+
+FSDP1_LATE_PREFETCH = ("BACKWARD_POST", "NONE", None)
+"""Values of `backward_prefetch` with which FSDP1 has one unit in memory: 0 does in FSDP2."""
+LATE_PREFETCH = "each unit is gathered when backward comes to it, as FSDP1 has one at a time"
 
 FSDP1_NOT_SUPPORTED = {
     "auto_wrap": (True, "leave FSDP out of the configuration to train without it"),
@@ -121,6 +125,9 @@ def convert_fsdp1(
         if key not in FSDP1_KEYS:
             hint = nearest(key, sorted(FSDP1_KEYS)) or " It would have no effect; take it out."
             problems.append(f"'{key}' is not a key of FSDP1's configuration.{hint}")
+        elif key == "backward_prefetch" and _upper(value) in FSDP1_LATE_PREFETCH:
+            settings[key] = 0
+            notes.append(f"'{key}: {value}' becomes 0: {LATE_PREFETCH}.")
         elif key in FSDP1_NOT_NEEDED:
             notes.append(f"'{key}' is no longer needed: {FSDP1_NOT_NEEDED[key]}.")
         elif key in FSDP1_NOT_SUPPORTED and value != FSDP1_NOT_SUPPORTED[key][0]:
@@ -133,6 +140,10 @@ def convert_fsdp1(
     if problems:
         raise ConfigError(" ".join(problems))
     return Conversion(settings, tuple(notes))
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
 
 
 def _convert_strategy(

@@ -71,7 +71,7 @@ _DEGREE = ValueType(
     accepts=lambda value: is_number(value) or (type(value) is int and value == -1),
 )
 _UNITS_AHEAD = ValueType(
-    expected="a number of units ahead, or 0 for torch's own prefetch",
+    expected="a number of units ahead, 0 or above",
     accepts=lambda value: is_number(value, least=0),
 )
 
@@ -163,15 +163,18 @@ class FSDP2Config:
         saves="Time where a profile shows gaps. Not measured on GPUs.",
         costs="One more unit in memory for each unit ahead.",
     )
-    backward_prefetch: int = setting(
-        0,
-        _UNITS_AHEAD,
-        "Number of units that backward gathers ahead. 0 is torch's own: one, in reverse order.",
+    backward_prefetch: int | None = setting(
+        None,
+        null_or(_UNITS_AHEAD),
+        "Number of units that backward gathers ahead. null is torch's own: one, in reverse order. "
+        "0 gathers each unit only when backward comes to it.",
         see="memory-and-speed.md",
         since="0.2.0",
         example="backward_prefetch: 2",
-        saves="Time where a profile shows gaps. Not measured on GPUs.",
-        costs="One more unit in memory for each unit ahead.",
+        saves="0: memory of one unit. Others: time where a profile shows gaps, not measured on "
+        "GPUs.",
+        costs="0: backward waits for each gather. Others: one more unit in memory for each unit "
+        "ahead.",
     )
     gradient_sync: GradientSync = setting(
         "every",
@@ -458,6 +461,11 @@ class FSDP2Config:
 
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     """values of the settings that `declare_setting` added, by name"""
+
+    @property
+    def units_ahead(self) -> int:
+        """Units that a rank gathers ahead by a setting, at most."""
+        return max(self.forward_prefetch, self.backward_prefetch or 0)
 
     def __post_init__(self) -> None:
         """Applies the checks of `parse_config` to a config built by hand."""

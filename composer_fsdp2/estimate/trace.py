@@ -250,7 +250,7 @@ def _steps(
 ) -> Trace:
     settings = run.settings
     warm = 0 if is_fake() else 1  # real ranks compare their batches in the first step
-    if settings.forward_prefetch or settings.backward_prefetch:
+    if settings.units_ahead:
         warm = 2  # prefetching begins in the second step
     elif settings.gradient_sync == "last" or settings.tensor_parallel is not None:
         # Units that have never run reduce in each microbatch, and DTensor computes its layouts.

@@ -87,7 +87,7 @@ def forecast_run(
             batch=functools.partial(_full_batch, rows, config.max_seq_len),
             compute=compute_loss(precision),
             microbatches=math.ceil(size / rows),
-            ahead=max(settings.forward_prefetch, settings.backward_prefetch),
+            ahead=settings.units_ahead,
             ranks=cluster.ranks,
             ranks_per_node=cluster.ranks_per_node,
         ),

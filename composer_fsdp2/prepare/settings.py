@@ -90,7 +90,10 @@ def resolve_settings(config: Any) -> FSDP2Config:
     if isinstance(config, ComposerFSDP2Config):
         return _from_composer(config)
     if isinstance(config, FSDPConfig):
-        return from_fsdp1({k: getattr(config, k) for k in FSDP1_KEYS if k in vars(config)})
+        keys = {k: getattr(config, k) for k in FSDP1_KEYS if k in vars(config)}
+        if keys.get("backward_prefetch") == FSDPConfig.backward_prefetch:
+            del keys["backward_prefetch"]  # nobody has to have asked for a default
+        return from_fsdp1(keys)
     if isinstance(config, Mapping):
         return parse_config(config)
     raise ConfigError(

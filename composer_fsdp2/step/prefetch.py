@@ -34,13 +34,19 @@ class Prefetch(StepListener):
     @classmethod
     def wanted(cls, run: Run) -> bool:
         """Says whether a setting asks for units to be gathered ahead."""
-        return bool(run.settings.forward_prefetch or run.settings.backward_prefetch)
+        settings = run.settings
+        return bool(settings.forward_prefetch) or settings.backward_prefetch is not None
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._units = {name: run.units[name] for name in run.groups}
         self._counts = run.settings.forward_prefetch or 0, run.settings.backward_prefetch or 0
-        """how many units ahead; 0 leaves it to torch"""
+        """how many units ahead in forward and in backward"""
+        if run.settings.backward_prefetch == 0:
+            for unit in self._units.values():
+                # Torch gathers by its own order where the list is empty. The unit itself is
+                # gathered already.
+                unit.set_modules_to_backward_prefetch([unit])
         self._running = False
         self._ran: list[str] = []
         self._came_back: list[str] = []
@@ -54,7 +60,7 @@ class Prefetch(StepListener):
         self._running = torch.is_grad_enabled()
         if not self._running:
             return
-        if self._order is None and self._ran:
+        if self._order is None and self._ran and any(self._counts):
             # Now, not at the end of backward: a backward may be left, or come in several parts.
             self._settle()
         self._ran, self._came_back = [], []

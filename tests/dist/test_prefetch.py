@@ -104,10 +104,12 @@ def gathered_before(log: list[str], event: str) -> set[int]:
     return {int(entry.split()[1]) for entry in entries if entry.startswith("gather")}
 
 
-@pytest.mark.table("0-2")
+@pytest.mark.table("0-2", "0-0")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("forward", "backward"), [(0, 0), (1, 0), (2, 0), (0, 2), (3, 3)])
-def test_gathers_start_earlier_and_are_no_more(forward: int, backward: int):
+@pytest.mark.parametrize(
+    ("forward", "backward"), [(0, None), (1, 0), (2, None), (0, 2), (3, 3), (0, 0)]
+)
+def test_gathers_start_earlier_and_are_no_more(forward: int, backward: int | None):
     plain = tower()
     step(plain)
     _, usual = watched(plain)
@@ -122,7 +124,7 @@ def test_gathers_start_earlier_and_are_no_more(forward: int, backward: int):
     for i in range(BLOCKS):
         ahead = min(i + forward, BLOCKS - 1)
         assert gathered_before(log, f"forward {i}") == set(range(ahead + 1))
-        back = max(i - max(backward, 1), 0)
+        back = max(i - (1 if backward is None else backward), 0)
         last = gathered_before(log, f"backward {i}")
         assert last == set(range(back, BLOCKS))
 

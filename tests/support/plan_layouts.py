@@ -149,7 +149,7 @@ def work_of(layout: Layout, rank: int = 0, *, on_gpus: bool = False) -> Work:
         batch=lambda: torch.arange(layout.rows * layout.length).view(layout.rows, -1) % VOCAB,
         compute=compute_loss(layout.precision),
         microbatches=layout.microbatches,
-        ahead=max(settings.forward_prefetch, settings.backward_prefetch),
+        ahead=settings.units_ahead,
         ranks=layout.ranks,
         ranks_per_node=RANKS_PER_NODE,
         rank=rank,

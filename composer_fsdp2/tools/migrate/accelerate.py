@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from composer_fsdp2.config.fsdp1 import LATE_PREFETCH
 from composer_fsdp2.tools.migrate.report import (
     CHANGES,
     CONVERTED,
@@ -63,6 +64,7 @@ __all__ = [
 
 BLOCK = "fsdp_config"
 _PREFETCH = "FSDP2 prefetches the next unit from its own streams by itself"
+_LATE = ("BACKWARD_POST", "NO_PREFETCH", 2, 3, "2", "3")
 _UNREAD = "`distributed_type` says what is run, and that does not read it"
 _SIZE = "parallelism_config_dp"
 
@@ -187,8 +189,14 @@ FSDP_ROWS = (
         OFF,
     ),
     Row("forward_prefetch", NOT_NEEDED, _PREFETCH),
-    Row("backward_prefetch", NOT_NEEDED, _PREFETCH),
-    Row("backward_prefetch_policy", NOT_NEEDED, _PREFETCH),
+    *(
+        row
+        for key in ("backward_prefetch", "backward_prefetch_policy")
+        for row in (
+            Row(key, CONVERTED, LATE_PREFETCH, _LATE, {"backward_prefetch": 0}),
+            Row(key, NOT_NEEDED, _PREFETCH),
+        )
+    ),
     Row("limit_all_gathers", NOT_NEEDED, "FSDP2 frees memory deterministically and needs no limit"),
     Row("ignored_modules", NOT_NEEDED, "null is none", is_nothing),
     Row(

@@ -8,8 +8,10 @@ from typing import Any
 from composer_fsdp2.config.fsdp1 import (
     FSDP1_KEPT,
     FSDP1_KEYS,
+    FSDP1_LATE_PREFETCH,
     FSDP1_NOT_NEEDED,
     FSDP1_NOT_SUPPORTED,
+    LATE_PREFETCH,
     convert_fsdp1,
 )
 from composer_fsdp2.config.schema import known_settings
@@ -138,6 +140,13 @@ _ROWS = (
         )
     ),
     *(Row(key, CHANGES, reason, (value,)) for (key, value), reason in _CHANGED.items()),
+    Row(
+        "backward_prefetch",
+        CONVERTED,
+        LATE_PREFETCH,
+        FSDP1_LATE_PREFETCH,
+        {"backward_prefetch": 0},
+    ),
     *(
         Row(key, NOT_NEEDED, reason)
         for key, reason in FSDP1_NOT_NEEDED.items()
@@ -240,7 +249,9 @@ def _finish_fsdp1(context: Context) -> None:
     strategy = context.entries.get("sharding_strategy")
     for name, value in _converted(context).items():
         entry = context.entries.get(name)
-        if entry is not None and entry.status in (DECISION, NOT_NEEDED):
+        if entry is not None and (
+            entry.status in (DECISION, NOT_NEEDED) or entry.becomes.get(name) == value
+        ):
             continue
         if entry is not None and entry.value == value:
             entry.becomes = {name: entry.becomes.get(name, SAME)}  # `--set` is not in the text
@@ -383,8 +394,8 @@ _SHARED = ("forward_prefetch", "backward_prefetch")
 
 
 def _is_count(value: Any) -> bool:
-    """A number of units."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """A number of units, or null."""
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
 _OWN = [name for name in known_settings() if name not in _SHARED]

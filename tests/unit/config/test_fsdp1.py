@@ -10,6 +10,7 @@ from composer.utils.parallelism import FSDPConfig
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1, convert_fsdp1_unit
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.prepare.settings import resolve_settings
 
 
 def convert(world_size: int = 8, local_world_size: int = 4, **config):
@@ -24,9 +25,10 @@ def test_the_keys_are_those_of_composer():
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(FSDPConfig) if f.name != "_device_mesh"}
 
 
-def test_composers_defaults_convert_to_ours_but_for_the_checkpoint():
+def test_composers_defaults_convert_to_ours_but_for_checkpoints_and_one_unit_in_backward():
     settings = parse_config(convert(**DEFAULTS).settings)
-    assert settings == FSDP2Config(state_dict_type="full")
+    assert settings == FSDP2Config(state_dict_type="full", backward_prefetch=0)
+    assert resolve_settings(FSDPConfig()).backward_prefetch is None  # nobody has asked for it
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,14 @@ def test_keys_that_mean_the_same(key, value):
     conversion = convert(**{key: value})
     assert conversion.settings[key] == value
     assert conversion.notes == ()
+
+
+@pytest.mark.parametrize("value", ["BACKWARD_POST", "backward_post", "NONE", None])
+def test_one_unit_at_a_time_in_backward_stays_so(value):
+    conversion = convert(backward_prefetch=value)
+    assert conversion.settings["backward_prefetch"] == 0
+    (note,) = conversion.notes
+    assert note.startswith(f"'backward_prefetch: {value}' becomes 0")
 
 
 @pytest.mark.parametrize(

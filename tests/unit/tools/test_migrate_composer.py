@@ -89,6 +89,8 @@ CASES = [
     ("ignored_modules", None, NOT, {}),
     ("ignored_modules", ["a"], DEC, {}),
     ("backward_prefetch", "BACKWARD_PRE", NOT, {}),
+    ("backward_prefetch", "BACKWARD_POST", C, {"backward_prefetch": 0}),
+    ("backward_prefetch", None, C, {"backward_prefetch": 0}),
     ("backward_prefetch_limit", 2, NOT, {}),
     ("forward_prefetch", True, NOT, {}),
     ("forward_prefetch_limit", 2, NOT, {}),
