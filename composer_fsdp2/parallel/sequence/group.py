@@ -3,6 +3,10 @@
 [Note: one batch, many ranks] The ranks of a group are given the same batch. Each computes its
 positions of every sequence, padded to equal parts. Labels are shifted before they are cut, and the
 loss is the sum over the group's real tokens, divided by their number: that of one process.
+
+[Note: images] A model with a tower for images or sound runs as it is, on the whole batch, up to its
+decoder of text, whose inputs are cut. Every rank computes the whole tower. Its gradient on a rank
+comes from the rank's positions alone, so it adds up over ranks as that of any weight.
 """
 
 from __future__ import annotations
@@ -22,7 +26,11 @@ from composer_fsdp2.blocks.fp8 import without_float8
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.parallelism import SameBatchGroup, are_whole
 from composer_fsdp2.parallel.sequence.attention import attend, gather_sequence, whole_loss
-from composer_fsdp2.parallel.sequence.kinds import calls_loss_function, connect_composer_model
+from composer_fsdp2.parallel.sequence.kinds import (
+    calls_loss_function,
+    connect_composer_model,
+    ignores_padding,
+)
 from composer_fsdp2.parallel.sequence.masks import (
     AttentionCall,
     MaskRules,
@@ -56,6 +64,8 @@ _DOCUMENTS = {
     "beside its degree to keep them apart.",
 }
 
+_IMAGES, _FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
+"""inputs of a decoder: positions of images, and a row for each of these positions in each layer"""
 _REBUILT = ("attention_mask", "position_ids", "labels")
 
 
@@ -77,6 +87,7 @@ class SequenceGroup(SameBatchGroup):
         *,
         frees: bool,
         entry: nn.Module,
+        decoder: nn.Module | None = None,
         learned: tuple[str, int] | None = None,
         heads: Mapping[str, nn.Module],
         rules: MaskRules,
@@ -91,6 +102,8 @@ class SequenceGroup(SameBatchGroup):
             frees: as of `attend`.
             entry: the module that is called with batches: the model, or the wrapper of adapters
                 that hands them on past the model's hooks.
+            decoder: the module whose inputs are cut, where that is not the entry; see
+                [Note: images].
             learned: the embedding of positions, and how many there are.
             heads: modules that make logits, by name.
             rules: of the model's masks.
@@ -109,6 +122,12 @@ class SequenceGroup(SameBatchGroup):
             self._loss = model.loss_function
             model.loss_function = torch.compiler.disable(self._loss_of)  # type: ignore[assignment]
         self._entry, self._attention, self._heads = entry, attention, heads
+        self._decoder = decoder
+        if decoder is not None:
+            self._decoder_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+            self._special = _special_tokens(model)
+            self._loss_ignores_padding = ignores_padding(model)
+        self._divides = self._begins = False
         self._is_idle = self._is_inside = self._is_tried = self._has_told = False
 
     def connect(self, model: nn.Module) -> None:
@@ -120,6 +139,9 @@ class SequenceGroup(SameBatchGroup):
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         self._entry.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         self._entry.register_forward_hook(leave, always_call=True)
+        if self._decoder is not None:
+            enter = torch.compiler.disable(self._enter_decoder)
+            self._decoder.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         connect_composer_model(model, self.own_labels, self.loss_of_mean)
 
     def attend(
@@ -161,16 +183,44 @@ class SequenceGroup(SameBatchGroup):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         self._current = self._labels = None
-        self._is_inside = True
+        self._is_inside, self._divides = True, False
         # Keys of earlier words are whole on each rank, and a word alone cannot be divided.
         generates = are_whole() or (not module.training and given.get("use_cache"))
         if self._is_idle or generates or given.get("past_key_values") is not None:
             return None
         if not self._is_tried and self.compare(given, module.training):
-            on_all_ranks(lambda: self._divided(given))  # one group may refuse its batch
+            if self._decoder is None:
+                on_all_ranks(lambda: self._divided(given))  # one group may refuse its batch
             if module.training:
                 self._try_attention(given)
+            self._begins = True
+        self._divides = self._is_inside = True
+        return (), self._divided(given) if self._decoder is None else self._with_own_labels(given)
+
+    def _enter_decoder(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._divides:
+            return None
+        given = dict(zip(self._decoder_names, args, strict=False)) | kwargs
+        if self._begins and not self._is_tried:
+            self._begins = False
+            on_all_ranks(lambda: self._divided(given))  # one group may refuse its batch
         return (), self._divided(given)
+
+    def _with_own_labels(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the whole batch, with labels of this rank's positions; see [Note: images]."""
+        changed, labels, mask = dict(given), given.get("labels"), given.get("attention_mask")
+        if labels is not None:
+            if self._loss_ignores_padding and isinstance(mask, torch.Tensor):
+                labels = labels.masked_fill(mask == 0, _IGNORED)
+            self._labels = labels
+            del changed["labels"]
+            if self._loss is not None:
+                changed["labels"] = self.own_labels(_shifted(labels))
+        if self._caches:
+            changed["use_cache"] = False
+        return changed
 
     def _divided(self, given: dict[str, Any]) -> dict[str, Any]:
         """The part of this rank; notes the sequence that its attention must know."""
@@ -186,8 +236,11 @@ class SequenceGroup(SameBatchGroup):
         if positions is None:
             positions = torch.arange(length, device=inputs.device)[None]
         # Always given: a model would count from the first of each rank's positions.
-        cut["position_ids"] = self._own(positions, parts, 0)
+        by_row = self._own(positions.flatten(0, -2), parts, 0)
+        cut["position_ids"] = by_row.unflatten(0, positions.shape[:-1])
         self._current = self._shared(given, cut.pop("attention_mask", None), parts)
+        if self._decoder is not None:
+            return cut | self._own_features(given, parts)
         self._labels = given.get("labels")
         if self._labels is not None:
             # Shifted while the next token is at hand: a rank's last label is another rank's token.
@@ -198,9 +251,22 @@ class SequenceGroup(SameBatchGroup):
             cut["use_cache"] = False  # it would hold keys of this rank's positions alone
         return cut
 
+    def _own_features(self, given: dict[str, Any], parts: SequenceParts) -> dict[str, Any]:
+        """Returns features of images that a decoder adds to its own positions, layer by layer.
+
+        Source: https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/qwen3_vl/modeling_qwen3_vl.py
+        """
+        mask, features = given.get(_IMAGES), given.get(_FEATURES)
+        if mask is None or features is None:
+            return {}
+        own = self._own(mask, parts, False)
+        numbers = mask.flatten().cumsum(0).view_as(mask) - 1
+        rows = self._own(numbers, parts, 0)[own]
+        return {_IMAGES: own, _FEATURES: [layer[rows] for layer in features]}
+
     def _refuse_inputs(self, given: Mapping[str, Any], length: int) -> None:
         for name, value in given.items():
-            is_known = name in (*_CUT, *_REBUILT) or not isinstance(value, torch.Tensor)
+            is_known = name in (*_CUT, *_REBUILT, _IMAGES) or not isinstance(value, torch.Tensor)
             if not is_known and length in value.shape[1:]:
                 raise PlanError(
                     f"The model was given '{name}' of shape {tuple(value.shape)}, and sequences of "
@@ -220,6 +286,13 @@ class SequenceGroup(SameBatchGroup):
                 )
 
     def _shared(self, given: Mapping[str, Any], mask: Any, parts: SequenceParts) -> SharedSequence:
+        is_tensor = isinstance(mask, torch.Tensor)
+        if isinstance(mask, Mapping) or (self._decoder is not None and is_tensor and mask.ndim > 2):
+            raise PlanError(
+                "The model makes masks of its own for its decoder, and sequences are divided. It "
+                "is not known which tokens see each other there, as those of an image may. Leave "
+                "sequence_parallel out for this model."
+            )
         rules, is_real, own = self._rules, None, None
         if isinstance(mask, torch.Tensor) and mask.ndim == 4:
             own = _padded_mask(mask, parts, rules)
@@ -249,6 +322,9 @@ class SequenceGroup(SameBatchGroup):
     ) -> torch.Tensor | None:
         """Numbers of the documents in each row that tokens do not see: as `documents` is set."""
         own, positions = given.get("sequence_id"), given.get("position_ids")
+        if positions is not None and positions.ndim == 3:
+            # Of time, height and width; newer transformers puts those of text in front.
+            positions = positions[0] if len(positions) == 4 else None
         if isinstance(own, torch.Tensor) and self._rules.takes_sequence_id:
             return _padded(own, parts, -1)
         if positions is None:
@@ -293,6 +369,11 @@ class SequenceGroup(SameBatchGroup):
         name = _inputs_of(given)
         local = self._parts_of(given[name].shape[1]).padded // self.size
         inputs = given[name][:1, : max(local, self.size)]
+        if self._decoder is not None and name == "input_ids":
+            # Without images: tokens that stand for them become another word.
+            word = next(n for n in range(len(self._special) + 1) if n not in self._special)
+            is_special = torch.isin(inputs, torch.tensor([*self._special], device=inputs.device))
+            inputs = inputs.masked_fill(is_special, word)
         modes = [(module, module.training) for module in self._entry.modules()]
         self._entry.eval()
         try:
@@ -382,14 +463,15 @@ class SequenceGroup(SameBatchGroup):
         shared, labels, logits = self._current, self._labels, getattr(output, "logits", None)
         # A model inside of adapters generates without a call of the wrapper.
         self._is_inside, self._current, self._labels = False, None, None
+        self._divides = self._begins = False
         if shared is None or self._is_tried or not isinstance(logits, torch.Tensor):
             return
         if self._loss is None and labels is not None:
 
             def mean(own: torch.Tensor) -> torch.Tensor:
-                total = nn.functional.cross_entropy(
-                    logits.flatten(0, 1), own.flatten(), reduction="sum"
-                )
+                rows = logits.flatten(0, 1)
+                rows = rows if self._decoder is None else rows.float()  # as most of them do
+                total = nn.functional.cross_entropy(rows, own.flatten(), reduction="sum")
                 return total / (own != _IGNORED).sum().clamp(min=1)
 
             output["loss"] = self.loss_of_mean(mean, labels)
@@ -409,6 +491,16 @@ def _inputs_of(given: Mapping[str, Any]) -> str:
         "The model was called without input_ids and inputs_embeds. Sequence parallelism would "
         "have nothing to divide. Give it one of them by name."
     )
+
+
+def _special_tokens(model: Any) -> set[int]:
+    """Returns tokens that stand for something else than a word."""
+    named = vars(model.config).items()
+    return {
+        value
+        for name, value in named
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
 
 
 def _shifted(labels: torch.Tensor) -> torch.Tensor:

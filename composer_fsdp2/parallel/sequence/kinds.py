@@ -24,7 +24,9 @@ __all__ = [
     "MPT",
     "AttentionKind",
     "calls_loss_function",
+    "computes_next_word_loss",
     "connect_composer_model",
+    "ignores_padding",
     "kind_of",
     "own_loss",
 ]
@@ -117,6 +119,23 @@ def calls_loss_function(model: nn.Module) -> bool:
     return "loss_function" in _names_in_forward(model)
 
 
+def computes_next_word_loss(model: nn.Module) -> bool:
+    """Whether a model takes the cross entropy of shifted labels in its forward.
+
+    Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/qwen2_vl/modeling_qwen2_vl.py
+    """
+    code = inspect.unwrap(type(model).forward).__code__
+    return "CrossEntropyLoss" in code.co_names and "shift_labels" in code.co_varnames
+
+
+def ignores_padding(model: nn.Module) -> bool:
+    """Whether the loss in a model's forward leaves out labels under a mask of zero.
+
+    Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/llava/modeling_llava.py#L450
+    """
+    return "shift_attention_mask" in inspect.unwrap(type(model).forward).__code__.co_varnames
+
+
 class _HuggingFace(AttentionKind):
     def knows(self, module: nn.Module) -> bool:
         return "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module)
@@ -178,6 +197,46 @@ class _HuggingFace(AttentionKind):
         module.config = copy.copy(module.config)
         setattr(module.config, _IMPLEMENTATION, _NAME)
         module.config.use_cache = False
+
+
+_ROTATES = "apply_multimodal_rotary_pos_emb"
+"""function of Qwen-VL's modules, for positions of time, height and width"""
+
+
+class _OldQwenVL(_HuggingFace):
+    """Attention of Qwen2-VL and Qwen2.5-VL before transformers 4.52, which calls no interface.
+
+    Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/qwen2_vl/modeling_qwen2_vl.py#L709
+    """
+
+    def knows(self, module: nn.Module) -> bool:
+        return _ROTATES in _names_in_forward(module) and not super().knows(module)
+
+    def connect(self, module: Any, attend: Attend) -> None:
+        rotate = vars(sys.modules[type(module).__module__])[_ROTATES]
+        module.forward = functools.partial(_forward_of_qwen, attend, module, module.forward, rotate)
+
+
+def _forward_of_qwen(
+    attend: Attend,
+    module: Any,
+    usual: Callable[..., Any],
+    rotate: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    **kwargs: Any,
+) -> Any:
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    angles = kwargs["position_embeddings"]
+    query, key = rotate(query, key, *angles, module.rope_scaling["mrope_section"])
+    dropout = module.attention_dropout if module.training else 0.0
+    call = AttentionCall(compute=functools.partial(fused_attention, dropout=dropout, scale=None))
+    out = attend(module, call, query, key, value)
+    if out is None:
+        return usual(hidden_states, **kwargs)
+    return module.o_proj(out.flatten(2)), None, None
 
 
 def _tried_rules(make: Callable[..., Any], model: Any, device: torch.device) -> MaskRules:
@@ -335,7 +394,7 @@ def _attend_as_mpt(
 
 
 MPT = _MPT()
-_KINDS = (_Own(), _HuggingFace(), MPT)
+_KINDS = (_Own(), _HuggingFace(), _OldQwenVL(), MPT)
 
 
 # --- Loss and metrics of Composer's models where ranks have parts of each sequence. ---

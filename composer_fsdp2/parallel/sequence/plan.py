@@ -23,6 +23,7 @@ from composer_fsdp2.parallel.sequence.kinds import (
     MPT,
     AttentionKind,
     calls_loss_function,
+    computes_next_word_loss,
     kind_of,
     own_loss,
 )
@@ -38,6 +39,10 @@ class SequencePlan:
 
     model: str
     """name of the module that is given batches"""
+    decoder: str
+    """name of the module whose inputs are cut: the model, or its decoder of text"""
+    towers: tuple[str, ...]
+    """modules outside of the decoder that each rank computes on the whole batch"""
     attention: Mapping[str, AttentionKind]
     """by name"""
     degree: int
@@ -50,9 +55,10 @@ class SequencePlan:
     """`as_model` or `apart`, as the setting"""
 
     def __str__(self) -> str:
+        towers = f"; whole on each rank: {', '.join(self.towers)}" if self.towers else ""
         return (
             f"sequence parallelism of {self.degree} ranks ({self.method}): "
-            f"{', '.join(self.attention)}"
+            f"{', '.join(self.attention)}{towers}"
         )
 
 
@@ -69,12 +75,15 @@ def plan_sequences(facts: ModelFacts, spec: SequenceSpec) -> SequencePlan:
             "logits by itself. A rank has those of its part of each sequence. Use a "
             "HuggingFaceModel, whose model computes the loss, or leave sequence_parallel out."
         )
-    modules = dict(facts.tree.modules())
-    name = _model_in(modules, spec.degree)
+    every = dict(facts.tree.modules())
+    name = _model_in(every, spec.degree)
+    decoder = _decoder_in(every, name)
+    # What a tower mixes lies in the whole batch, which each rank has.
+    modules = every if decoder == name else _below(every, decoder)
     attention = {n: kind for n, m in modules.items() if (kind := kind_of(m)) is not None}
     whys = itertools.chain(
         _unknown_attention(modules, attention),
-        _unknown_model(modules[name], has_own_loss=MPT not in attention.values()),
+        _unknown_model(every[name], modules[decoder], has_own_loss=MPT not in attention.values()),
     )
     if (why := next(whys, None)) is not None:
         raise PlanError(
@@ -85,6 +94,8 @@ def plan_sequences(facts: ModelFacts, spec: SequenceSpec) -> SequencePlan:
     tensor_degree = 1 if tensor is None else tensor.degree
     return SequencePlan(
         model=name,
+        decoder=decoder,
+        towers=tuple(_towers(every, name, decoder)),
         attention=attention,
         degree=spec.degree,
         tensor_degree=tensor_degree,
@@ -104,7 +115,8 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
     axes = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("data", "sp", "tp"))
     attention, model = {name: modules[name] for name in plan.attention}, modules[plan.model]
     first, kind = next(iter(plan.attention.items()))
-    rules = kind.mask_rules(model, modules, first, torch.device(mesh.device_type))
+    own = modules if plan.decoder == plan.model else _below(modules, plan.decoder)
+    rules = kind.mask_rules(model, own, first, torch.device(mesh.device_type))
     if plan.documents == "apart":
         rules = dataclasses.replace(rules, documents="always", takes_sequence_id=True)
     around = [
@@ -119,7 +131,7 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
     learned = next(
         (
             (name, module.num_embeddings - (attribute_of(module, "offset") or 0))
-            for name, module in modules.items()
+            for name, module in own.items()
             if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS
         ),
         None,
@@ -132,6 +144,7 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
         plan.method,
         frees=plan.frees,
         entry=wrappers[0] if wrappers else model,
+        decoder=None if plan.decoder == plan.model else modules[plan.decoder],
         learned=learned,
         heads={name: module for name, module in modules.items() if id(module) in wanted},
         rules=rules,
@@ -168,6 +181,30 @@ def _model_in(modules: dict[str, nn.Module], degree: int) -> str:
         if not hands_on or "position_ids" in parameters:
             return name
     return models[0]
+
+
+def _decoder_in(modules: Mapping[str, Any], name: str) -> str:
+    """The module that computes text in a model for images or sound; others divide as they are."""
+    model = modules[name]
+    config = attribute_of(model, "config")
+    if not any(getattr(config, f"{kind}_config", None) for kind in ("vision", "audio")):
+        return name
+    decoder = model.get_decoder()
+    return next((n for n, module in modules.items() if module is decoder), name)
+
+
+def _below(modules: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {n: m for n, m in modules.items() if n == name or n.startswith(f"{name}.")}
+
+
+def _towers(modules: Mapping[str, Any], name: str, decoder: str) -> Iterator[str]:
+    """Yields modules beside the decoder with layers of their own, such as a tower and a merger."""
+    around = [n for n in modules if f"{decoder}.".startswith(f"{n}." if n else "")]
+    for path, module in modules.items():
+        parent = path.rpartition(".")[0]
+        beside = path not in around and parent in around and f"{path}.".startswith(name)
+        if decoder != name and beside and isinstance(module, nn.Module) and module._modules:
+            yield path
 
 
 _POSITIONS = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
@@ -208,12 +245,12 @@ def _unknown_attention(
             yield why
 
 
-def _unknown_model(model: nn.Module, *, has_own_loss: bool) -> Iterator[str]:
+def _unknown_model(model: nn.Module, decoder: nn.Module, *, has_own_loss: bool) -> Iterator[str]:
     """Yields why a model cannot be given parts of a sequence."""
     model_name = type(model).__name__
-    if "position_ids" not in _parameters_of(model):
+    if "position_ids" not in _parameters_of(decoder):
         yield f"{model_name} takes no position_ids, so it would count from each rank's first"
-    if has_own_loss:
+    if has_own_loss and (decoder is model or not computes_next_word_loss(model)):
         if not calls_loss_function(model):
             yield f"{model_name} computes its loss by itself"
         # Transformers gives causal models this loss, and others one that takes no shifted labels.
