@@ -135,9 +135,9 @@ def plan_activation(
     def is_wanted(name: str, module: nn.Module) -> bool:
         if choose is not None and not by_name and not counts:
             return choose(name, module)
-        wanted = name in (selected if by_name else positions)
-        if not wanted or not counts:
-            return wanted
+        chosen = name in (selected if by_name else positions)
+        if not chosen or not counts:
+            return chosen
         block = next((outer for outer in outer_names(name) if outer in positions), None)
         if block is None:
             return False
@@ -196,10 +196,10 @@ class ActivationCheckpointing(Transformation[ActivationPlan]):
             config: Any = getattr(module, "config", None)
             # That of MPT's rotary embedding raises a KeyError for all but a few names.
             with contextlib.suppress(Exception):
-                for found in (config, *vars(config).values()):  # such as its `text_config`
-                    if getattr(found, "use_cache", False) is True:
-                        found.use_cache = False
-                        switched.append(f"{type(found).__name__} of {name or 'the model'}")
+                for part in (config, *vars(config).values()):  # such as its `text_config`
+                    if getattr(part, "use_cache", False) is True:
+                        part.use_cache = False
+                        switched.append(f"{type(part).__name__} of {name or 'the model'}")
         if switched:
             log.warning(
                 "activation_checkpointing: use_cache was true and is now false in %s. A block that "
@@ -258,9 +258,9 @@ def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> Non
     if tree.recall is not None:
         base = kwargs.get("context_fn", noop_context_fn)
         kwargs["context_fn"] = functools.partial(_contexts, base, tree.recall)
-    left = set(plan.modules) - {entry.path for entry in tree.paths if is_wrapper(entry.module)}
+    unwrapped = set(plan.modules) - {outer.path for outer in tree.paths if is_wrapper(outer.module)}
     wrappers: dict[int, nn.Module] = {}
-    for module in (module for name, module in tree.modules() if name in left):
+    for module in (module for name, module in tree.modules() if name in unwrapped):
         # Non-reentrant, which is the default of torch's wrapper.
         inner = checkpoint_wrapper(module, **kwargs) if plan.recompute else module
         wrappers[id(module)] = _Offload(inner) if plan.offload else inner
@@ -390,12 +390,12 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
     if where.type == "cpu":
         return copied
     device = torch.get_device_module(where)
-    (stream, asked), computing = _copies(where), device.current_stream(where)
-    if len(asked) > _UNDER_WAY:
+    (stream, under_way), computing = _copies(where), device.current_stream(where)
+    if len(under_way) > _UNDER_WAY:
         # The host has to wait. It takes memory when it asks for a copy, and a stream that waits
         # would only begin the copy later. Copies that were used before are free then.
-        asked.popleft().synchronize()
-    asked.append(computing.record_event())
+        under_way.popleft().synchronize()
+    under_way.append(computing.record_event())
     with device.stream(stream):
         tensor = copied.to(where, non_blocking=True)
     computing.wait_stream(stream)

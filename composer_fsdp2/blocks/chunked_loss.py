@@ -130,9 +130,9 @@ class HeadCall:
         self, rows: Tensor, changes: Sequence[Change], targets: Tensor, ignored: int
     ) -> Tensor:
         """Returns the loss of each token, `(tokens,)`, computed again only for new ones."""
-        known = None if torch.is_grad_enabled() else self.result_of(rows)
-        if known is not None and torch.equal(known[0], targets):
-            return known[1]
+        result = None if torch.is_grad_enabled() else self.result_of(rows)
+        if result is not None and torch.equal(result[0], targets):
+            return result[1]
         if self.done:
             raise PlanError(
                 f"Another loss of the logits of '{self.head}' was asked for after backward. With "
@@ -141,18 +141,18 @@ class HeadCall:
             )
         predicted: list[Tensor] = []
 
-        def loss(part: Tensor, targets: Tensor, known: list[Statistics]) -> Tensor:
-            logits, own = self.run(part), None
+        def loss(part: Tensor, targets: Tensor, statistics: list[Statistics]) -> Tensor:
+            logits, vocabulary = self.run(part), None
             if isinstance(logits, DTensor):
-                own = VocabularyPart.of(logits)
-                logits = logits.to_local() if own is not None else logits.full_tensor()
+                vocabulary = VocabularyPart.of(logits)
+                logits = logits.to_local() if vocabulary is not None else logits.full_tensor()
             for change in changes:
                 logits = change(logits)
-            if own is not None:
-                if not known:  # ranks do not ask each other again in backward
-                    known.append(Statistics.of(logits, targets, ignored, own))
-                    predicted.append(known[0].predicted)
-                return parallel_cross_entropy(logits, targets, ignored, own, known[0])
+            if vocabulary is not None:
+                if not statistics:  # ranks do not ask each other again in backward
+                    statistics.append(Statistics.of(logits, targets, ignored, vocabulary))
+                    predicted.append(statistics[0].predicted)
+                return parallel_cross_entropy(logits, targets, ignored, vocabulary, statistics[0])
             losses = F.cross_entropy(logits, targets, ignore_index=ignored, reduction="none")
             # The last thing, which backward has no need to do again.
             predicted.append(logits.detach().argmax(-1))
@@ -225,17 +225,17 @@ class ChunkedLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given, found = kwargs or {}, NotImplemented
+        named, result = kwargs or {}, NotImplemented
         if func in _FACTS:
             with TORCH_FUNCTION_OFF():
-                return func(*args, **given)
+                return func(*args, **named)
         if func in _OF_EACH:
-            found = _changed(func, args, given)
+            result = _changed(func, args, named)
         elif func in _KNOWN:
-            found = _KNOWN[func](*args, **given)
-        if found is NotImplemented:
-            raise _not_there(func, (args, given))
-        return found
+            result = _KNOWN[func](*args, **named)
+        if result is NotImplemented:
+            raise _not_there(func, (args, named))
+        return result
 
     @classmethod
     def __torch_dispatch__(
@@ -250,8 +250,8 @@ class ChunkedLogits(Tensor):
         return self._hidden.reshape(-1, self._hidden.size(-1))
 
 
-def _not_there(func: Any, given: Any) -> PlanError:
-    head = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, ChunkedLogits))._call.head
+def _not_there(func: Any, args: Any) -> PlanError:
+    head = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ChunkedLogits))._call.head
     name = getattr(func, "__qualname__", None) or str(func)
     if name.endswith("__get__"):
         name = f"Tensor.{func.__self__.__name__}"
@@ -274,17 +274,17 @@ _OF_EACH = {
 
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Returns logits to which a function of numbers and dtypes is applied."""
-    given = [None if isinstance(value, ChunkedLogits) else value for value in args]
-    others = [value for value in (*given, *kwargs.values()) if value is not None]
+    values = [None if isinstance(value, ChunkedLogits) else value for value in args]
+    others = [value for value in (*values, *kwargs.values()) if value is not None]
     if len(others) != len(args) + len(kwargs) - 1 or not all(
         isinstance(value, int | float | torch.dtype) for value in others
     ):
         return NotImplemented
-    logits = args[given.index(None)]
+    logits = args[values.index(None)]
 
     def change(part: Tensor) -> Tensor:
         # Not in place, where the function before may need its result in backward.
-        arguments = (part if value is None else value for value in given)
+        arguments = (part if value is None else value for value in values)
         return _IN_PLACE.get(func, func)(*arguments, **kwargs)
 
     changes = (*logits._changes, change)
@@ -303,8 +303,8 @@ def _viewed(logits: ChunkedLogits, *shape: Any) -> Any:
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if not isinstance(sizes, Sequence) or not sizes:
         return NotImplemented
-    known = math.prod(size for size in sizes if size != -1)
-    new = [logits.numel() // known if size == -1 else size for size in sizes]
+    product = math.prod(size for size in sizes if size != -1)
+    new = [logits.numel() // product if size == -1 else size for size in sizes]
     if new[-1] != logits.size(-1):
         return NotImplemented
     return logits._with(logits._hidden.reshape(*new[:-1], logits._hidden.size(-1)))
@@ -349,10 +349,10 @@ def _cross_entropy(
 
 
 def _argmax(logits: ChunkedLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    known = logits._call.result_of(logits._rows())
-    if known is None or keepdim or dim not in (-1, logits.dim() - 1):
+    result = logits._call.result_of(logits._rows())
+    if result is None or keepdim or dim not in (-1, logits.dim() - 1):
         return NotImplemented
-    return known[2].view(logits.shape[:-1])
+    return result[2].view(logits.shape[:-1])
 
 
 def _watched(logits: ChunkedLogits, hook: Any) -> Any:
@@ -408,8 +408,8 @@ def plan_chunking(tree: ModuleTree, settings: ChunkingSpec) -> ChunkingPlan:
     if settings.names:
         heads = list(select_modules(tree, "chunked_loss.names", settings.names))
     else:
-        found = {id(head) for head in output_heads(tree)}
-        heads = [name for name, module in tree.modules() if id(module) in found]
+        head_ids = {id(head) for head in output_heads(tree)}
+        heads = [name for name, module in tree.modules() if id(module) in head_ids]
     if not heads:
         raise PlanError(
             "chunked_loss is on, but the model names no output head, and no module is called "
@@ -446,13 +446,13 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
                     "would be gathered once for each chunk. Take it out of wrap_policy, or "
                     "chunked_loss out."
                 )
-        kept = [
+        adjusted = [
             replace(unit, reshard_after_forward=False)
             if any(name.startswith(prefixes) for name in unit.params)
             else unit
             for unit in units.units
         ]
-        return replace(units, units=tuple(kept))
+        return replace(units, units=tuple(adjusted))
 
     def apply(self, tree: ModuleTree, plan: ChunkingPlan) -> None:
         """Lets the heads of the plan leave their logits to the loss, in place.

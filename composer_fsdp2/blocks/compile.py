@@ -61,14 +61,14 @@ class CompileBlocks(Transformation[CompilePlan]):
         recompute = facts.settings.activation_checkpointing
         budget = recompute.memory_budget if isinstance(recompute, ActivationSpec) else None
         modes = compiler_modes()
-        for key, value, known in (
+        for key, value, choices in (
             ("backend", spec.backend, compiler_backends()),
             ("mode", spec.mode, list(modes)),
         ):
-            if value is not None and value not in known:
+            if value is not None and value not in choices:
                 raise ConfigError(
                     f"'compile.{key}' is '{value}', which torch does not know. The first batch "
-                    f"would fail.{nearest(value, known)} There are {', '.join(known)}."
+                    f"would fail.{nearest(value, choices)} There are {', '.join(choices)}."
                 )
             if value == "cudagraphs" or (key == "mode" and value is not None and modes[value]):
                 raise ConfigError(

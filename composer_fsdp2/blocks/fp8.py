@@ -221,11 +221,11 @@ def without_float8(model: nn.Module) -> Generator[None]:
                 vars(layer)["forward"] = forward
 
 
-def _multiply(layer: Any, given: torch.Tensor) -> torch.Tensor:
+def _multiply(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
     # One that was gathered in fp8 is a tensor of torchao's.
     uncast = getattr(layer.weight, "to_original_precision", None)
     weight = layer.weight if uncast is None else uncast()
-    return nn.functional.linear(given, weight, layer.bias)
+    return nn.functional.linear(inputs, weight, layer.bias)
 
 
 class _CastForGather:

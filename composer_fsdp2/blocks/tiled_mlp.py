@@ -127,9 +127,9 @@ class _Tiled:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         inputs: Any = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(inputs, torch.Tensor) or inputs.ndim < 3:
-            given = [getattr(value, "shape", value) for value in (*args, *kwargs.values())]
+            shapes = [getattr(value, "shape", value) for value in (*args, *kwargs.values())]
             raise PlanError(
-                f"'{self.name}' runs in tiles (tiled_mlp), but is called with {given}. It is not "
+                f"'{self.name}' runs in tiles (tiled_mlp), but is called with {shapes}. It is not "
                 "known where the sequence is. Choose modules that are called with one tensor, "
                 "(batch, sequence, width), or leave tiled_mlp out."
             )
@@ -159,15 +159,15 @@ class _Tiled:
         training = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
-            expected, found = self.whole(inputs), [self._tile(tile) for tile in tiles]
+            expected, parts = self.whole(inputs), [self._tile(tile) for tile in tiles]
         finally:
             for part, was in training:
                 part.training = was
         if not isinstance(expected, torch.Tensor):
             return f"returns a {type(expected).__name__} and not one tensor"
-        if [part.shape[:2] for part in found] != [tile.shape[:2] for tile in tiles]:
+        if [part.shape[:2] for part in parts] != [tile.shape[:2] for tile in tiles]:
             return "does not return one row for each position"
-        difference = (torch.cat(found, dim=1) - expected).abs().max()
+        difference = (torch.cat(parts, dim=1) - expected).abs().max()
         steps = 100 if expected.dtype.itemsize > 2 else 4
         most = steps * torch.finfo(expected.dtype).eps * expected.abs().max()
         if not difference <= most:  # NaN is not <=

@@ -68,20 +68,22 @@ class Statistics:
                 would wait for it, the loss of such a token is NaN.
         """
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        own = torch.zeros((len(logits), 4), dtype=dtype, device=logits.device)
+        partial = torch.zeros((len(logits), 4), dtype=dtype, device=logits.device)
         lowest = torch.finfo(dtype).min
         if logits.size(-1):
             largest, where = logits.max(-1)
-            own[:, 0] = largest.to(dtype).clamp(min=lowest)
-            own[:, 1] = (logits.to(dtype) - own[:, :1]).exp_().sum(-1)
+            partial[:, 0] = largest.to(dtype).clamp(min=lowest)
+            partial[:, 1] = (logits.to(dtype) - partial[:, :1]).exp_().sum(-1)
             inside, index = _inside(targets, logits, part)
-            own[:, 2] = logits.gather(1, index).squeeze(1).to(dtype).where(inside, own[:, 2])
-            own[:, 3] = (where + part.start).to(dtype)
+            partial[:, 2] = (
+                logits.gather(1, index).squeeze(1).to(dtype).where(inside, partial[:, 2])
+            )
+            partial[:, 3] = (where + part.start).to(dtype)
         else:
-            own[:, 0] = lowest
-        everyone = own.new_empty((part.group.size(), *own.shape))
-        all_gather_tensor(everyone.view(-1, 4), own, part.group)
-        maxima, sums, found, classes = everyone.unbind(-1)
+            partial[:, 0] = lowest
+        everyone = partial.new_empty((part.group.size(), *partial.shape))
+        all_gather_tensor(everyone.view(-1, 4), partial, part.group)
+        maxima, sums, target_logits, classes = everyone.unbind(-1)
         largest, first = maxima.max(0)
         log_sum = largest + (sums * (maxima - largest).exp()).sum(0).log()
         wrong = (targets != ignored) & ((targets < 0) | (targets >= part.total))
@@ -90,7 +92,7 @@ class Statistics:
         elif wrong.any():
             raise IndexError(f"Target {targets[wrong][0].item()} is out of bounds.")
         predicted = classes.gather(0, first.unsqueeze(0)).squeeze(0).long()
-        return cls(log_sum, found.sum(0), predicted)
+        return cls(log_sum, target_logits.sum(0), predicted)
 
 
 def _inside(targets: Tensor, logits: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,7 @@ def _inside(targets: Tensor, logits: Tensor, part: VocabularyPart) -> tuple[Tens
 
 
 def parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, ignored: int, part: VocabularyPart, known: Statistics
+    logits: Tensor, targets: Tensor, ignored: int, part: VocabularyPart, statistics: Statistics
 ) -> Tensor:
     """Returns the loss of each token, `(tokens,)`, in the dtype of the logits.
 
@@ -112,9 +114,9 @@ def parallel_cross_entropy(
         targets: `(tokens,)`, the same on all ranks of the group.
         ignored: a target whose loss and gradient are zero.
         part: of this rank.
-        known: of these logits and targets.
+        statistics: of these logits and targets.
     """
-    return _CrossEntropy.apply(logits, targets, ignored, part, known)  # pyright: ignore[reportReturnType]
+    return _CrossEntropy.apply(logits, targets, ignored, part, statistics)  # pyright: ignore[reportReturnType]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -125,11 +127,15 @@ class _CrossEntropy(torch.autograd.Function):
         targets: Tensor,
         ignored: int,
         part: VocabularyPart,
-        known: Statistics,
+        statistics: Statistics,
     ) -> Tensor:
-        ctx.save_for_backward(logits, targets, known.log_sum)
+        ctx.save_for_backward(logits, targets, statistics.log_sum)
         ctx.ignored, ctx.part = ignored, part
-        return (known.log_sum - known.target).masked_fill(targets == ignored, 0).to(logits.dtype)
+        return (
+            (statistics.log_sum - statistics.target)
+            .masked_fill(targets == ignored, 0)
+            .to(logits.dtype)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
