@@ -40,8 +40,8 @@ def inspect(path: PathArgument, as_json: AsJson = False) -> None:
     from composer_fsdp2.checkpoint.describe import describe_checkpoint
 
     with reported():
-        found = describe_checkpoint(path)
-        _answer(found, _describe(found), as_json=as_json, good=not found["problems"])
+        facts = describe_checkpoint(path)
+        _answer(facts, _describe(facts), as_json=as_json, good=not facts["problems"])
 
 
 @app.command(
@@ -113,9 +113,9 @@ def convert(
         sizes = {item.name: item.stat().st_size for item in sorted(files)}
         if remarks and not as_json:
             say("\n".join(f"[yellow]{escape(remark)}[/]" for remark in remarks))
-        found = {"path": str(destination), "files": sizes, "remarks": remarks}
+        result = {"path": str(destination), "files": sizes, "remarks": remarks}
         total = f"{_count(len(sizes), 'file')}, {size_text(sum(sizes.values()))}"
-        _answer(found, [f"Wrote {destination}: {total}"], as_json=as_json, good=True)
+        _answer(result, [f"Wrote {destination}: {total}"], as_json=as_json, good=True)
 
 
 @app.command(help="Read all of a checkpoint and compare it with its checksums; exit code 0 or 1.")
@@ -125,11 +125,11 @@ def verify(path: PathArgument, as_json: AsJson = False) -> None:
 
     with reported():
         with progress("Reading") as advance:
-            found = verify_checkpoint(path, advance)
-        result = "is not good" if found["problems"] else "is whole"
-        parts, size = _count(found["parts"], "value"), size_text(found["size_bytes"])
-        lines = [f"{path} {result}: {parts}, {size}", *(f"  {told}" for told in found["problems"])]
-        _answer(found, lines, as_json=as_json, good=not found["problems"])
+            check = verify_checkpoint(path, advance)
+        result = "is not good" if check["problems"] else "is whole"
+        parts, size = _count(check["parts"], "value"), size_text(check["size_bytes"])
+        lines = [f"{path} {result}: {parts}, {size}", *(f"  {told}" for told in check["problems"])]
+        _answer(check, lines, as_json=as_json, good=not check["problems"])
 
 
 @app.command(
@@ -167,15 +167,15 @@ def diff(
                 "number from 0 on, for example 1e-6."
             )
         with progress("Comparing") as advance:
-            found = compare_checkpoints(
+            comparison = compare_checkpoints(
                 open_checkpoint(first),
                 open_checkpoint(second),
                 advance,
                 tolerance=tolerance,
                 weights=weights,
             )
-        lines = _differences(found, first, second, None if everything else _LINES)
-        _answer(found, lines, as_json=as_json, good=found["equal"])
+        lines = _differences(comparison, first, second, None if everything else _LINES)
+        _answer(comparison, lines, as_json=as_json, good=comparison["equal"])
 
 
 def _check_options(to: str, *, trained: bool, for_hf: bool) -> None:
@@ -205,36 +205,36 @@ def _bytes(text: str) -> int:
 # --- Text. ---
 
 
-def _answer(found: dict[str, Any], lines: Iterable[str], *, as_json: bool, good: bool) -> NoReturn:
+def _answer(facts: dict[str, Any], lines: Iterable[str], *, as_json: bool, good: bool) -> NoReturn:
     """Prints what was found, as JSON or as text, and ends the command."""
-    typer.echo(json.dumps(found, indent=1, default=repr) if as_json else "\n".join(lines))
+    typer.echo(json.dumps(facts, indent=1, default=repr) if as_json else "\n".join(lines))
     raise typer.Exit(ExitCode.OK if good else ExitCode.FAILED)
 
 
-def _describe(found: dict[str, Any]) -> Iterator[str]:
+def _describe(facts: dict[str, Any]) -> Iterator[str]:
     # Along which dimensions tensors lie in pieces, where that is not rows alone.
     pieces = ""
-    if any(cut.startswith("dim") and cut != "dim 0" for cut in found["pieces"]):
-        pieces = ", ".join(f"{cut} ({_count(n, 'tensor')})" for cut, n in found["pieces"].items())
-    yield f"{found['path']}: {found['kind'] or 'no checkpoint'}"
+    if any(cut.startswith("dim") and cut != "dim 0" for cut in facts["pieces"]):
+        pieces = ", ".join(f"{cut} ({_count(n, 'tensor')})" for cut, n in facts["pieces"].items())
+    yield f"{facts['path']}: {facts['kind'] or 'no checkpoint'}"
     items = (
-        ("run", found["run_name"]),
-        ("world size", found["world_size"]),
-        ("mesh", found["mesh"]),
-        ("saved at", ", ".join(f"{unit} {n}" for unit, n in found["progress"].items())),
-        ("torch", found["torch_version"]),
-        ("composer", found["composer_version"]),
-        ("parameters", f"{found['parameters']:,}" if found["parameters"] else None),
-        ("dtypes", ", ".join(f"{name} ({n:,})" for name, n in found["dtypes"].items())),
+        ("run", facts["run_name"]),
+        ("world size", facts["world_size"]),
+        ("mesh", facts["mesh"]),
+        ("saved at", ", ".join(f"{unit} {n}" for unit, n in facts["progress"].items())),
+        ("torch", facts["torch_version"]),
+        ("composer", facts["composer_version"]),
+        ("parameters", f"{facts['parameters']:,}" if facts["parameters"] else None),
+        ("dtypes", ", ".join(f"{name} ({n:,})" for name, n in facts["dtypes"].items())),
         (
             "values",
-            f"{found['tensors']} tensors, {found['objects']} objects" if found["tensors"] else None,
+            f"{facts['tensors']} tensors, {facts['objects']} objects" if facts["tensors"] else None,
         ),
         ("in pieces", pieces),
-        ("size", f"{size_text(found['size_bytes'])} in {_count(len(found['files']), 'file')}"),
+        ("size", f"{size_text(facts['size_bytes'])} in {_count(len(facts['files']), 'file')}"),
     )
     yield from (f"  {name:12}{value}" for name, value in items if value not in (None, ""))
-    for optimizer, groups in found["optimizers"].items():
+    for optimizer, groups in facts["optimizers"].items():
         yield f"  {'optimizer':12}{optimizer}, {_count(len(groups), 'group')}"
         for i, group in enumerate(groups):
             settings = ", ".join(
@@ -242,22 +242,22 @@ def _describe(found: dict[str, Any]) -> Iterator[str]:
             )
             names = "names unknown" if group["names"] is None else _count(group["names"], "name")
             yield f"    {i}: {names}; {settings or 'values cannot be read'}"
-    for tie in found["ties"]:
+    for tie in facts["ties"]:
         yield f"  {'tied':12}{' = '.join(tie)}"
-    for problem in found["problems"]:
+    for problem in facts["problems"]:
         yield f"  {'problem':12}{problem}"
 
 
 def _differences(
-    found: dict[str, Any], first: Path, second: Path, lines: int | None
+    report: dict[str, Any], first: Path, second: Path, lines: int | None
 ) -> Iterator[str]:
     sections = {
-        f"Only in {first}": found["only_in_first"],
-        f"Only in {second}": found["only_in_second"],
-        "Shape or dtype differ": [f"{key}: {a} | {b}" for key, (a, b) in found["layouts"].items()],
-        "Other objects": [f"{key}: {a} | {b}" for key, (a, b) in found["objects"].items()],
+        f"Only in {first}": report["only_in_first"],
+        f"Only in {second}": report["only_in_second"],
+        "Shape or dtype differ": [f"{key}: {a} | {b}" for key, (a, b) in report["layouts"].items()],
+        "Other objects": [f"{key}: {a} | {b}" for key, (a, b) in report["objects"].items()],
         "Values differ": [
-            f"{key}: at most {float(n):.3g} apart" for key, n in found["values"].items()
+            f"{key}: at most {float(n):.3g} apart" for key, n in report["values"].items()
         ],
     }
     for title, items in sections.items():
@@ -266,11 +266,10 @@ def _differences(
             yield from (f"  {item}" for item in items[:lines])
         if lines is not None and len(items) > lines:
             yield f"  ... {len(items) - lines} more, see --all"
-    equal = (
-        f"{_count(found['equal_tensors'], 'tensor')} and {_count(found['equal_objects'], 'object')}"
-    )
-    yield f"{'Equal' if found['equal'] else 'Not equal'}: {equal} are the same in both"
+    tensors = _count(report["equal_tensors"], "tensor")
+    equal = f"{tensors} and {_count(report['equal_objects'], 'object')}"
+    yield f"{'Equal' if report['equal'] else 'Not equal'}: {equal} are the same in both"
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

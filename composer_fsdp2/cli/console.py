@@ -81,10 +81,10 @@ def reported() -> Generator[None]:
 
 def _cure_apart(text: str) -> str:
     """Marks an error red, and its last sentence, which says what to write instead, bold."""
-    what, found, cure = text.rpartition(". ")
-    if not found or "\n" in cure:
+    message, separator, cure = text.rpartition(". ")
+    if not separator or "\n" in cure:
         return f"[red]{escape(text)}[/]"
-    return f"[red]{escape(what)}.[/] [bold]{escape(cure)}[/]"
+    return f"[red]{escape(message)}.[/] [bold]{escape(cure)}[/]"
 
 
 def say(markup: str) -> None:

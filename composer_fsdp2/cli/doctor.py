@@ -109,7 +109,7 @@ class DoctorReport:
     @property
     def exit_code(self) -> ExitCode:
         """Returns whether the run would fail."""
-        problem = any(found.level == "problem" for found in self.findings)
+        problem = any(finding.level == "problem" for finding in self.findings)
         return ExitCode.FAILED if problem else ExitCode.OK
 
 
@@ -139,7 +139,7 @@ def diagnose(
         )
     cluster = cluster_of(ranks, gpus_per_node)
     machine, run, units, step = _read_machine(), None, None, None
-    wrong, found = list[Finding](), list[Finding]()
+    wrong, run_findings = list[Finding](), list[Finding]()
     if config is not None:
         try:
             cfg = run_file.read_run(config, overrides)
@@ -148,7 +148,7 @@ def diagnose(
             run = _read_facts(config, cfg, cluster)
             run_file.check_installed()
             rehearsal = rehearsed(cfg, cluster)
-            found, units = rehearsal.findings, rehearsal.units
+            run_findings, units = rehearsal.findings, rehearsal.units
             parts = rehearsal.parts
             if parts is not None and (machine.gpus or parts.settings.verbose):
                 from composer_fsdp2.foundry.forecast import forecast_run
@@ -157,7 +157,7 @@ def diagnose(
                 with quiet(errors=True):
                     forecast = forecast_run(parts, cluster)
                 if machine.gpus:
-                    found += memory_findings(forecast, machine.gpus[0])
+                    run_findings += memory_findings(forecast, machine.gpus[0])
                 step = forecast.of_a_step()
             run = dataclasses.replace(
                 run,
@@ -165,10 +165,10 @@ def diagnose(
                 units=None if units is None else len(units.units),
             )
             if (meant := run_file.epochs_meant(cfg)) is not None:
-                found.append(Finding("warning", *meant))
+                run_findings.append(Finding("warning", *meant))
         except OWN_ERRORS as error:
-            found = list(findings_of(error))
-    findings = examine(machine, run, [*wrong, *found])
+            run_findings = list(findings_of(error))
+    findings = examine(machine, run, [*wrong, *run_findings])
     return DoctorReport(
         machine=machine, run=run, findings=findings, units=units, predicted_step=step
     )
@@ -293,7 +293,7 @@ def _print_json(report: DoctorReport, error: str | None = None) -> None:
     document: dict[str, Any] = {
         "machine": {**dataclasses.asdict(machine), "backend": backend_of(bool(machine.gpus))},
         "run": None,
-        "findings": [dataclasses.asdict(found) for found in report.findings],
+        "findings": [dataclasses.asdict(finding) for finding in report.findings],
         "predicted_step": report.predicted_step,
         "error": error,
     }

@@ -80,8 +80,8 @@ def init(
             raise ConfigError(
                 f"'{file}' exists. What is in it would be lost. Write another name, or --force."
             )
-        given = {"model": model, "data": data, "gpus": gpus, "goal": goal}
-        answers = Answers(**_ask(given), tokenizer=tokenizer, max_seq_len=max_seq_len)
+        options = {"model": model, "data": data, "gpus": gpus, "goal": goal}
+        answers = Answers(**_ask(options), tokenizer=tokenizer, max_seq_len=max_seq_len)
         if gpu is not None and not answers.gpus:
             raise ConfigError(
                 f"--gpu is {gpu}, and the run has no GPUs. Its memory would be compared with "
@@ -132,16 +132,16 @@ def _say_whether_it_fits(file: Path, answers: Answers, gpu: str) -> None:
     per_node, memory_gib = answers.gpus // answers.nodes, _memory_of(gpu)
     cluster = Cluster(ranks=answers.gpus, ranks_per_node=per_node, on_gpus=True)
     rehearsal = rehearsed(run_file.read_run(file, []), cluster, plan_only=True)
-    found = forecast_of(rehearsal, cluster)
+    forecast = forecast_of(rehearsal, cluster)
     search = f"composer-fsdp2 plan {file} --gpus {answers.gpus} --gpu {gpu} --search"
-    if found is None:
+    if forecast is None:
         say("Whether it fits is not known: the model cannot be built here.")
         for finding in rehearsal.findings:
             say(f"[yellow]{escape(finding.what)}[/] {escape(finding.advice)}")
-    elif fits(found, memory_gib):
-        say(verdict(found, memory_gib))
+    elif fits(forecast, memory_gib):
+        say(verdict(forecast, memory_gib))
     else:
-        say(f"[yellow]{verdict(found, memory_gib)}[/]\nFind what fits:  {escape(search)}")
+        say(f"[yellow]{verdict(forecast, memory_gib)}[/]\nFind what fits:  {escape(search)}")
 
 
 def _memory_of(gpu: str) -> float:
@@ -150,35 +150,35 @@ def _memory_of(gpu: str) -> float:
     return gpu_named(gpu).memory_gib
 
 
-def _ask(given: dict[str, Any]) -> dict[str, Any]:
+def _ask(answers: dict[str, Any]) -> dict[str, Any]:
     """Asks for what is not given; nobody can answer where there is no terminal."""
     from composer_fsdp2.tools.starter import check_answers
 
-    missing = [name for name, value in given.items() if value is None]
+    missing = [name for name, value in answers.items() if value is None]
     if missing and not _is_terminal():
         flags = " ".join(f"--{name} ..." for name in missing)
         raise ConfigError(
             f"No answer for {', '.join(missing)}, and standard input is no terminal. Nobody can be "
             f"asked. Write {flags}"
         )
-    check_answers(given)
+    check_answers(answers)
     for name in missing:
-        while given[name] is None:
+        while answers[name] is None:
             default, kind = (_local_gpus(), int) if name == "gpus" else (None, str)
             answer = typer.prompt(_QUESTIONS[name], default=default, type=kind, err=True)
             answer = answer.strip() if kind is str else answer
             try:
-                check_answers({**given, name: answer})
+                check_answers({**answers, name: answer})
             except ConfigError as error:  # the other answers stay
                 say(f"[red]{escape(str(error))}[/]")
                 continue
-            given[name] = answer
+            answers[name] = answer
     # Doctor says it again.
-    data = given["data"]
+    data = answers["data"]
     is_local = data.startswith((".", "/", "~")) or "/" not in data
     if is_local and not Path(data).exists():
         say(f"[yellow]There is no '{escape(data)}' yet. The run cannot start without it.[/]")
-    return given
+    return answers
 
 
 def _is_terminal() -> bool:

@@ -57,7 +57,7 @@ class RankError(Exception):
         self.headline = f"Rank {rank} failed: {reason}"
         lines = [f"  {line}" for line in details.splitlines()[-_DETAIL_LINES:] if log is not None]
         files = {"The traceback: ": traceback, "All it wrote: ": log}
-        lines += [f"{what}{path}" for what, path in files.items() if path is not None]
+        lines += [f"{label}{path}" for label, path in files.items() if path is not None]
         self.rest = "\n".join(lines)
         super().__init__("\n".join((self.headline, *lines)))
 

@@ -76,9 +76,9 @@ def main() -> None:
     app()
 
 
-def show_versions(wanted: bool) -> None:
-    """Prints one line a package, read without importing it, and ends the command, if `wanted`."""
-    if wanted:
+def show_versions(show: bool) -> None:
+    """Prints one line a package, read without importing it, and ends the command, if `show`."""
+    if show:
         beside = {name: installed_versions(name) for name in ("torch", "mosaicml", "llm-foundry")}
         for name, version in {"composer-fsdp2": __version__, **beside}.items():
             if version:
@@ -316,8 +316,8 @@ def _ask_doctor(
         return
     if (step := report["predicted_step"]) is not None:
         os.environ[FORECAST] = json.dumps(step)  # the ranks inherit the variable
-    found = [one for one in report["findings"] if one["level"] == "problem"]
-    raise_errors([f"{one['what']} {one['advice']}" for one in found])
+    problems = [finding for finding in report["findings"] if finding["level"] == "problem"]
+    raise_errors([f"{finding['what']} {finding['advice']}" for finding in problems])
 
 
 def _launch(command: list[str], ranks: int, log_dir: Path | None) -> None:

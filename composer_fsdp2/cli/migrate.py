@@ -131,10 +131,11 @@ def _migrate_code(
         migrate_code,
     )
 
-    if given := [name for name, value in others.items() if value]:
+    if options := [name for name, value in others.items() if value]:
         raise ConfigError(
-            f"{', '.join(given)} cannot be given together with --code. It is about configurations "
-            "and would have no effect. Take it out, or run the command once for each."
+            f"{', '.join(options)} cannot be given together with --code. It is about "
+            "configurations and would have no effect. Take it out, or run the command once for "
+            "each."
         )
     files = migrate_code(code)
     typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))
@@ -225,8 +226,8 @@ def _describe(report: Report) -> list[str]:
         # Keys that become nothing and have the same reason share a line.
         groups: dict[object, list[Entry]] = {}
         for entry in (e for e in report.having(status) if e not in untouched):
-            own = entry.settings or entry.beside or entry.options
-            groups.setdefault(entry.path if own else entry.reason, []).append(entry)
+            outcome = entry.settings or entry.beside or entry.options
+            groups.setdefault(entry.path if outcome else entry.reason, []).append(entry)
         lines += ["", f"{status.value}:"] if groups else []
         for entries in groups.values():
             keys = [

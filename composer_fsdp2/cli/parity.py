@@ -128,15 +128,15 @@ def _prepare(
     check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
     run_file.check_installed()
     read = [run_file.read_yaml(path) for path in paths]
-    kept = [overrides_for(config, overrides) for config in read]
+    applied = [overrides_for(config, overrides) for config in read]
     for item in overrides:
-        if not any(item in items for items in kept):
+        if not any(item in items for items in applied):
             raise ConfigError(
                 f"The override '{item}' is of a block that neither OLD nor NEW has. It would "
                 "change what is compared. Write the block into one of them."
             )
     jobs: Any = []
-    for name, path, config, items in zip(("old", "new"), paths, read, kept, strict=True):
+    for name, path, config, items in zip(("old", "new"), paths, read, applied, strict=True):
         check_is_run(path, config)
         config = run_file.merge(config, items)
         parsed = run_file.read_parallelism(config)
@@ -188,9 +188,9 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
         finally:
             done.set()
             thread.join()
-    found = read_steps(record)
-    say(f"  {job.name}: {_steps(len(found))} in {time.monotonic() - started:.0f} s")
-    return found
+    records = read_steps(record)
+    say(f"  {job.name}: {_steps(len(records))} in {time.monotonic() - started:.0f} s")
+    return records
 
 
 # --- Afterwards. ---

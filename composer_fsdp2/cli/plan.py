@@ -95,26 +95,26 @@ def plan(
         _check_outputs(compare=compare, search=search or write, json=as_json, plot=plot)
         if plot is not None:
             check_picture_path(plot)
-        known = None if gpu is None else gpu_named(gpu)
-        memory = gpu_memory or (known and known.memory_gib)
+        figures = None if gpu is None else gpu_named(gpu)
+        memory = gpu_memory or (figures and figures.memory_gib)
         cfg = _read(run, overrides or [])
         cluster = _cluster_named(ranks, gpus, gpus_per_node, on_gpus=memory is not None)
         if not (ranks or gpus or gpus_per_node):
             cluster = _large_enough(cluster, cfg)
         if compare is not None:
-            found = _compared(run, overrides or [], cluster, compare)
-            lines = comparison_lines(compare.partition("=")[0], found, known or GPUS["H100"])
+            forecasts = _compared(run, overrides or [], cluster, compare)
+            lines = comparison_lines(compare.partition("=")[0], forecasts, figures or GPUS["H100"])
             typer.echo("\n".join(lines))
             return
         rehearsal = _planned(cfg, cluster)
         if search or write:
-            _search(run, rehearsal, cluster, known or GPUS["H100"], memory, write=write)
+            _search(run, rehearsal, cluster, figures or GPUS["H100"], memory, write=write)
             return
         forecast = forecast_of(rehearsal, cluster)
         if as_json:
-            typer.echo(json.dumps(_document(rehearsal, forecast, known), indent=2, default=str))
+            typer.echo(json.dumps(_document(rehearsal, forecast, figures), indent=2, default=str))
         else:
-            typer.echo("\n".join(_lines(rehearsal, forecast, known, memory)))
+            typer.echo("\n".join(_lines(rehearsal, forecast, figures, memory)))
         if plot is not None:
             _draw(run, rehearsal, forecast, plot)
         if forecast is not None and memory is not None and not fits(forecast, memory):
@@ -134,11 +134,11 @@ def _draw(run: Path, rehearsal: Rehearsal, forecast: Forecast | None, plot: Path
 
 def _check_outputs(**outputs: object) -> None:
     """Refuses options of which one prints a table that has no place for the others."""
-    given = [f"--{name}" for name, value in outputs.items() if value]
-    if given[1:] and given[0] in ("--compare", "--search"):
+    options = [f"--{name}" for name, value in outputs.items() if value]
+    if options[1:] and options[0] in ("--compare", "--search"):
         raise ConfigError(
-            f"{' and '.join(given)} are given. {given[0]} prints a table of its own, and the rest "
-            "would have no effect. Give one of them."
+            f"{' and '.join(options)} are given. {options[0]} prints a table of its own, and the "
+            "rest would have no effect. Give one of them."
         )
 
 
@@ -209,13 +209,13 @@ def _large_enough(cluster: Cluster, cfg: DictConfig) -> Cluster:
 
 def _planned(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
     """Rehearses a run and tells what it finds; ends where the model cannot be planned."""
-    found = rehearsed(cfg, cluster, plan_only=True)
-    for finding in found.findings:
+    rehearsal = rehearsed(cfg, cluster, plan_only=True)
+    for finding in rehearsal.findings:
         say(f"[yellow]{finding.level}: {escape(finding.what)}[/] {escape(finding.advice)}")
-    if found.units is None:
+    if rehearsal.units is None:
         say("[red]The model cannot be planned.[/]")
         raise typer.Exit(ExitCode.FAILED)
-    return found
+    return rehearsal
 
 
 def forecast_of(rehearsal: Rehearsal, cluster: Cluster) -> Forecast | None:
@@ -242,7 +242,7 @@ def _compared(
             f"--compare is '{compare}', which is no setting with values. Each value would be a "
             "line. Write --compare key=a,b,c."
         )
-    found: list[tuple[str, Forecast]] = []
+    forecasts: list[tuple[str, Forecast]] = []
     for value in values.split(","):
         rehearsal = _planned(_read(run, [*overrides, f"{key}={value}"]), cluster)
         if (forecast := forecast_of(rehearsal, cluster)) is None:
@@ -250,8 +250,8 @@ def _compared(
                 f"With {key}={value} the optimizer cannot be built. There would be nothing to "
                 f"compare. See what `composer-fsdp2 doctor {run}` finds."
             )
-        found.append((value, forecast))
-    return found
+        forecasts.append((value, forecast))
+    return forecasts
 
 
 def _search(
