@@ -166,15 +166,15 @@ def _convert_strategy(
     everywhere = -1 if world_size is None else world_size  # -1: what the run has
     shard, replicate = _DEGREES
     if copies == "all":
-        whole = {shard: 1, replicate: everywhere}
-        given = {k: settings.get(k) for k in _DEGREES if settings.get(k) not in (None, -1)}
-        if not given.items() <= whole.items():
+        degrees = {shard: 1, replicate: everywhere}
+        fixed = {k: settings.get(k) for k in _DEGREES if settings.get(k) not in (None, -1)}
+        if not fixed.items() <= degrees.items():
             problems.append(
                 f"sharding_strategy NO_SHARD holds a whole copy on each of {everywhere} ranks, and "
-                f"{given} says otherwise. One of them would be ignored. Take out the degrees, or "
+                f"{fixed} says otherwise. One of them would be ignored. Take out the degrees, or "
                 "choose FULL_SHARD or HYBRID_SHARD."
             )
-        converted |= whole
+        converted |= degrees
     elif copies == "per node" and settings.get(replicate) is None:
         degree = settings.get(shard)
         if degree in (None, -1):

@@ -61,19 +61,19 @@ def one_of(names: Sequence[str]) -> str:
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str]) -> str:
     """Returns a question with the known name closest to a misspelt one, or '' when none is."""
-    names = {str(name).lower(): str(name) for name in known}
+    names = {str(name).lower(): str(name) for name in choices}
     if len(str(word)) > _LONGEST_WORD or str(word) in names.values():
         return ""
     close = difflib.get_close_matches(str(word).lower(), list(names), n=1, cutoff=0.6)
     return f" Did you mean '{names[close[0]]}'?" if close else ""
 
 
-def unknown_keys(keys: Sequence[str], known: Mapping[str, Any], where: str) -> Iterator[str]:
+def unknown_keys(keys: Sequence[str], valid: Mapping[str, Any], where: str) -> Iterator[str]:
     """Yields a sentence about each key that does not exist, and one about those beyond."""
     for name in (ascii_repr(key).strip("'") for key in keys[:_MOST_KEYS]):
-        hint = nearest(name, known) or f" Valid keys: {', '.join(sorted(known))}."
+        hint = nearest(name, valid) or f" Valid keys: {', '.join(sorted(valid))}."
         yield f"'{name}' is not a key of {where}. It would have no effect.{hint}"
     if len(keys) > _MOST_KEYS:
         yield f"{len(keys) - _MOST_KEYS} more are not keys of {where} either."

@@ -497,11 +497,11 @@ def values_of(settings: FSDP2Config) -> dict[str, Any]:
 
 def describe_values(settings: FSDP2Config) -> str:
     """Returns a line for each setting; the same on all ranks that have the same settings."""
-    known = known_settings()
+    declared = known_settings()
     return "\n".join(
         f"{name}: {value}"
         for name, value in values_of(settings).items()
-        if known[name].same_on_ranks
+        if declared[name].same_on_ranks
     )
 
 
@@ -541,23 +541,23 @@ def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
         >>> config.reshard_after_forward, config.gradient_sync
         (True, 'every')
     """
-    known = known_settings()
+    declared = known_settings()
     errors: list[str] = []
     values: dict[str, Any] = {}
-    given = plain(config)
-    if not isinstance(given, dict):
+    block = plain(config)
+    if not isinstance(block, dict):
         raise ConfigError(
-            f"parallelism_config.fsdp2: {ascii_repr(given)} is no mapping. Nothing could be read "
+            f"parallelism_config.fsdp2: {ascii_repr(block)} is no mapping. Nothing could be read "
             "from it. Write fsdp2: {} for default settings."
         )
-    for key, raw in given.items():
-        if key in known:
-            values[key] = known[key].values.parse(key, raw, errors)
+    for key, raw in block.items():
+        if key in declared:
+            values[key] = declared[key].values.parse(key, raw, errors)
         elif (answer := fsdp1_answer(key, raw)) is not None:
             errors.append(answer)
-    unknown = [key for key in given if key not in {*known, *FSDP1_ONLY}]
-    errors += unknown_keys(unknown, known, "parallelism_config.fsdp2")
-    _check_all({name: one.default for name, one in known.items()} | values, errors)
+    unknown = [key for key in block if key not in {*declared, *FSDP1_ONLY}]
+    errors += unknown_keys(unknown, declared, "parallelism_config.fsdp2")
+    _check_all({name: setting.default for name, setting in declared.items()} | values, errors)
     raise_errors(errors)
     extra = {name: values.pop(name) for name in _DECLARED if name in values}
     return FSDP2Config(**values, extra=extra)
@@ -565,10 +565,10 @@ def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
 
 def _check_all(values: Mapping[str, Any], errors: list[str]) -> None:
     """Checks every value alone, then beside the others."""
-    known = known_settings()
-    for name, declared in known.items():
+    settings = known_settings()
+    for name, declared in settings.items():
         declared.values.check(name, values[name], errors)
-    for declared in known.values():
+    for declared in settings.values():
         # It may rely on values of the right type; that they are not is said already.
         with contextlib.suppress(Exception) if errors else contextlib.nullcontext():
             declared.check_together(values, errors)

@@ -179,9 +179,9 @@ def setting(
 def settings_of(spec: type[Any]) -> Mapping[str, Setting[Any]]:
     """Reads the settings that a dataclass declares, in order; `MISSING` is no default."""
     return {
-        found.name: Setting(name=found.name, default=found.default, **found.metadata)
-        for found in fields(spec)
-        if "values" in found.metadata
+        field.name: Setting(name=field.name, default=field.default, **field.metadata)
+        for field in fields(spec)
+        if "values" in field.metadata
     }
 
 
@@ -201,10 +201,10 @@ def plain(value: Any) -> Any:
     Raises:
         ConfigError: something in it cannot be read, or is larger than any settings are.
     """
-    left = iter(range(_MOST_VALUES))
+    budget = iter(range(_MOST_VALUES))
 
     def copied(value: Any, depth: int) -> Any:
-        if depth > _DEEPEST or next(left, None) is None:
+        if depth > _DEEPEST or next(budget, None) is None:
             raise ConfigError(
                 f"The settings hold more than {_MOST_VALUES} values, are nested more than "
                 f"{_DEEPEST} deep, or contain themselves. No run needs that. Write patterns, such "
@@ -385,16 +385,16 @@ def mapping(
         parse: is called first; a mapping that it returns is parsed as the dataclass.
         check_options: checks options that are valid alone against each other.
     """
-    known = settings_of(spec)
+    settings = settings_of(spec)
 
     def parse_options(key: str, raw: Any, errors: list[str]) -> Any:
         raw = parse(key, {} if any(raw is value for value in empty) else raw, errors)
         if not isinstance(raw, dict):  # stays for the check
             return raw
-        errors += unknown_keys([name for name in raw if name not in known], known, key)
+        errors += unknown_keys([name for name in raw if name not in settings], settings, key)
         values = {
             name: declared.values.parse(f"{key}.{name}", raw.get(name), errors)
-            for name, declared in known.items()
+            for name, declared in settings.items()
             if name in raw or declared.default is MISSING  # null, which the check does not accept
         }
         return spec(**values)
@@ -402,7 +402,7 @@ def mapping(
     def check_inside(key: str, value: Any, errors: list[str]) -> None:
         if not isinstance(value, spec):
             return
-        for name, declared in known.items():
+        for name, declared in settings.items():
             declared.values.check(f"{key}.{name}", getattr(value, name), errors)
         if check_options is not None:
             check_options(key, value, errors)
