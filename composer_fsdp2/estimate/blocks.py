@@ -50,9 +50,9 @@ class EqualBlocks:
 
     def left_out(self, periods: int) -> range:
         """Returns the numbers of children without which so many periods are left."""
-        kept = periods * self.period + self.equal % self.period
-        begin = self.start + kept // 2
-        return range(begin, begin + self.equal - kept)
+        remaining = periods * self.period + self.equal % self.period
+        begin = self.start + remaining // 2
+        return range(begin, begin + self.equal - remaining)
 
 
 def find_equal_blocks(
@@ -88,11 +88,11 @@ def find_equal_blocks(
             for number, block in enumerate(module)
         ]
         for period in range(1, _PERIODS + 1):
-            found = _longest(name, signs, period, short)
+            candidate = _longest(name, signs, period, short)
             # There have to be more of them than would be traced.
-            is_worth = found.equal // period > short + 2
-            if is_worth and (best is None or found.equal > best.equal):
-                best = found
+            is_worth = candidate.equal // period > short + 2
+            if is_worth and (best is None or candidate.equal > best.equal):
+                best = candidate
     return best
 
 
@@ -145,10 +145,10 @@ def copied(
     same = canonical_param_ids(params.values()).items()
     memo |= {key: copy.deepcopy(params[first].param, memo) for key, first in same if key != first}
     if blocks is not None:
-        held: Any = model.get_submodule(blocks.name)
-        memo[id(held)] = nn.ModuleList(
+        block_list: Any = model.get_submodule(blocks.name)
+        memo[id(block_list)] = nn.ModuleList(
             copy.deepcopy(block, memo)
-            for number, block in enumerate(held)
+            for number, block in enumerate(block_list)
             if number not in blocks.left_out(periods)
         )
     new = copy.deepcopy(model, memo)
@@ -214,7 +214,7 @@ def _by_moment(trace: Trace, blocks: EqualBlocks, periods: int) -> dict[Any, Win
     """
     count, short = (blocks.count - len(blocks.left_out(n)) for n in (periods, blocks.short))
     head = blocks.left_out(blocks.short).start
-    seen, found, start = Counter[Any](), dict[Any, Window](), f"{blocks.name}."
+    seen, windows, start = Counter[Any](), dict[Any, Window](), f"{blocks.name}."
     microbatch, block, middle = "", "", False
     for window in trace.windows:
         event, unit = window.label
@@ -228,5 +228,5 @@ def _by_moment(trace: Trace, blocks: EqualBlocks, periods: int) -> dict[Any, Win
         if not middle:
             key = microbatch, block, event, unit
             seen[key] += 1
-            found[(*key, seen[key])] = window
-    return found
+            windows[(*key, seen[key])] = window
+    return windows

@@ -53,8 +53,8 @@ def gpu_named(name: str) -> Gpu:
     Raises:
         ConfigError: nobody has written them down.
     """
-    for known, gpu in GPUS.items():
-        if known.lower() == name.lower():
+    for gpu_name, gpu in GPUS.items():
+        if gpu_name.lower() == name.lower():
             return gpu
     raise ConfigError(
         f"--gpu is '{name}', whose memory and speed are not known here. Nothing could be compared "
@@ -83,19 +83,19 @@ class Times:
         return self.compute + self.exposed
 
 
-def step_times(found: Forecast, gpu: Gpu, mfu: float = 0.5) -> Times:
+def step_times(forecast: Forecast, gpu: Gpu, mfu: float = 0.5) -> Times:
     """Predicts the time of a step; see [Note: time]. Collective: no.
 
     Args:
-        found: bytes and FLOPs of the step.
+        forecast: bytes and FLOPs of the step.
         gpu: that runs it.
         mfu: share of its FLOP/s that its kernels reach.
     """
     seconds = {True: 0.0, False: 0.0}
-    for sent in found.sent:
+    for sent in forecast.sent:
         speed = gpu.inside if sent.axis.nodes == 1 else gpu.across
         is_beside = sent.kind in _OF_FSDP and sent.axis.name in _BESIDE_COMPUTE
         seconds[is_beside] += sent.wire_bytes / speed + sent.calls * gpu.latency
     return Times(
-        compute=found.flops / (gpu.flops * mfu), beside=seconds[True], between=seconds[False]
+        compute=forecast.flops / (gpu.flops * mfu), beside=seconds[True], between=seconds[False]
     )

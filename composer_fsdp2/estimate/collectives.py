@@ -67,8 +67,8 @@ class CollectiveCounter:
         whole: name of the axis that is all ranks, where the mesh has one axis.
     """
 
-    def __init__(self, ranks_per_node: int, whole: str = "all ranks") -> None:
-        self._per_node, self._whole = ranks_per_node, whole
+    def __init__(self, ranks_per_node: int, default_axis: str = "all ranks") -> None:
+        self._per_node, self._whole = ranks_per_node, default_axis
         self.bytes: Counter[Key] = Counter()
         self.calls: Counter[Key] = Counter()
 
@@ -88,8 +88,8 @@ class CollectiveCounter:
                 "would be missing. Add it to `estimate/collectives.py`."
             )
         kind, chosen, place = _ROWS[name]
-        whole = result if chosen == _RESULT else args[chosen]
-        tensors = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, torch.Tensor)]
+        value = result if chosen == _RESULT else args[chosen]
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         if kind in _AGREE and not any(tensor.is_floating_point() for tensor in tensors):
             return []
         key = kind, self.axis_of(args[place])
@@ -97,13 +97,13 @@ class CollectiveCounter:
         self.bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return tensors if kind in _COPIED else []
 
-    def axis_of(self, given: Any) -> Axis:
+    def axis_of(self, handle: Any) -> Axis:
         """Returns the axis of a group, which an operator is given by name or in a box."""
-        group: Any = given
-        if isinstance(given, str):
-            group = fake_group_named(given)
-        elif not isinstance(given, dist.ProcessGroup):
-            group = dist.ProcessGroup.unbox(given)
+        group: Any = handle
+        if isinstance(handle, str):
+            group = fake_group_named(handle)
+        elif not isinstance(handle, dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(handle)
         ranks = dist.get_process_group_ranks(group)
         name = group.group_desc.removeprefix("mesh_")
         if len(ranks) == dist.get_world_size():

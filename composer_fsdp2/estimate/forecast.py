@@ -83,7 +83,7 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
-        sent = [{**asdict(one), "wire_bytes": round(one.wire_bytes)} for one in self.sent]
+        sent = [{**asdict(row), "wire_bytes": round(row.wire_bytes)} for row in self.sent]
         return {**asdict(self), "sent": sent, "peak_bytes": self.peak_bytes}
 
 
@@ -184,12 +184,12 @@ def _traced(
                 trace_steps(*copied(model, optimizer, blocks, periods), work)
                 for periods in (blocks.short, blocks.short + 1)
             )
-            if (found := extended(short, long, blocks, units)) is not None:
+            if (trace := extended(short, long, blocks, units)) is not None:
                 said.append(
                     f"{blocks.equal} blocks of '{blocks.name}' are equal: "
                     f"{(blocks.short + 1) * blocks.period} of them were traced for all"
                 )
-                return found
+                return trace
         return trace_steps(*copied(model, optimizer), work)
     except (ConfigError, PlanError):
         raise

@@ -29,9 +29,9 @@ HEADROOM = 0.08
 """share of a GPU's memory for CUDA, NCCL and gaps between tensors, which no trace has"""
 
 
-def fits(found: Forecast, memory_gib: float) -> bool:
+def fits(forecast: Forecast, memory_gib: float) -> bool:
     """Whether a step fits in the memory of a GPU; see `HEADROOM`."""
-    return found.peak_bytes <= memory_gib * 2**30 * (1 - HEADROOM)
+    return forecast.peak_bytes <= memory_gib * 2**30 * (1 - HEADROOM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Batch:
 
 
 def answer_lines(
-    found: Forecast,
+    forecast: Forecast,
     settings: FSDP2Config,
     batch: Batch,
     gpu: Gpu | None = None,
@@ -56,65 +56,69 @@ def answer_lines(
     """Yields what a reader asks first: whether the step fits, its tokens, its seconds, a change.
 
     Args:
-        found: of the step.
+        forecast: of the step.
         settings: of the run.
         batch: of the run.
         gpu: for times.
         memory_gib: of a GPU; nothing is compared with it if it is not known.
     """
-    size, moment = size_text(found.peak_bytes), f"most in {found.moment}"
-    times = step_times(found, gpu) if gpu is not None and found.flops else None
+    size, moment = size_text(forecast.peak_bytes), f"most in {forecast.moment}"
+    times = step_times(forecast, gpu) if gpu is not None and forecast.flops else None
     if memory_gib is None:
         yield f"A step takes {size}, {moment}. Give --gpu to see whether that fits, and seconds."
     else:
-        yield verdict(found, memory_gib)
+        yield verdict(forecast, memory_gib)
     tokens = batch.rows * batch.length
-    nodes = -(-found.ranks // found.ranks_per_node)
-    many = "es" * (found.microbatches != 1)
+    nodes = -(-forecast.ranks // forecast.ranks_per_node)
+    many = "es" * (forecast.microbatches != 1)
     yield (
-        f"Tokens: {tokens:,} a step, on each of {found.ranks} ranks ({nodes} "
-        f"node{'s' * (nodes != 1)}) {found.microbatches} microbatch{many} of {batch.microbatch} x "
-        f"{batch.length:,}."
+        f"Tokens: {tokens:,} a step, on each of {forecast.ranks} ranks ({nodes} "
+        f"node{'s' * (nodes != 1)}) {forecast.microbatches} microbatch{many} of {batch.microbatch} "
+        f"x {batch.length:,}."
     )
     if times is not None and gpu is not None:
-        most = max(found.sent, key=lambda sent: sent.wire_bytes, default=None)
+        most = max(forecast.sent, key=lambda sent: sent.wire_bytes, default=None)
         waits = f"{times.exposed:.3f} s in which collectives are waited for"
         if most is not None and times.exposed > 0.1 * times.step:
             waits += f", most of all {most.kind} of {most.axis}"
         yield (
-            f"Seconds: {times.step:.3f} a step, {tokens / times.step / found.ranks:,.0f} tokens a "
-            f"second and GPU: {times.compute:.3f} s of compute at half of {gpu.flops / 1e12:g} "
+            f"Seconds: {times.step:.3f} a step, {tokens / times.step / forecast.ranks:,.0f} tokens "
+            f"a second and GPU: {times.compute:.3f} s of compute at half of {gpu.flops / 1e12:g} "
             f"TFLOP/s, {waits}."
         )
-    if memory_gib is not None and (change := _change(found, settings, batch, times, memory_gib)):
+    if memory_gib is not None and (change := _change(forecast, settings, batch, times, memory_gib)):
         yield f"Try first: {change}"
 
 
 def _change(
-    found: Forecast, settings: FSDP2Config, batch: Batch, times: Times | None, memory_gib: float
+    forecast: Forecast, settings: FSDP2Config, batch: Batch, times: Times | None, memory_gib: float
 ) -> str | None:
     """Returns the setting that is nearest to what a step takes most of, and why."""
-    if found.kept is None:
+    if forecast.kept is None:
         return None
-    if not fits(found, memory_gib):
-        return _smaller(found, settings, batch)
-    room = memory_gib * 2**30 * (1 - HEADROOM) - found.peak_bytes
-    kept = sum(found.peak.get(kind, 0) for kind in ("activations", "logits", "backward"))
+    if not fits(forecast, memory_gib):
+        return _smaller(forecast, settings, batch)
+    room = memory_gib * 2**30 * (1 - HEADROOM) - forecast.peak_bytes
+    activations = sum(forecast.peak.get(kind, 0) for kind in ("activations", "logits", "backward"))
     waits = times is not None and times.exposed > 0.1 * times.step
-    if waits and found.microbatches > 1 and kept < room:
+    if waits and forecast.microbatches > 1 and activations < room:
         return (
             f"device_train_microbatch_size: {2 * batch.microbatch}, which halves gathers and "
-            f"reductions, for about {size_text(kept)} more."
+            f"reductions, for about {size_text(activations)} more."
         )
-    if waits and found.ranks > found.ranks_per_node and not settings.data_parallel_replicate_degree:
-        more = sum(found.held.values()) * (found.ranks / found.ranks_per_node - 1)
+    if (
+        waits
+        and forecast.ranks > forecast.ranks_per_node
+        and not settings.data_parallel_replicate_degree
+    ):
+        more = sum(forecast.held.values()) * (forecast.ranks / forecast.ranks_per_node - 1)
         if more < room:
             return (
-                f"data_parallel_shard_degree: {found.ranks_per_node} and "
+                f"data_parallel_shard_degree: {forecast.ranks_per_node} and "
                 "data_parallel_replicate_degree: -1, which gather inside a node alone, for "
                 f"{size_text(more)} more."
             )
-    if settings.activation_checkpointing is True and room > found.peak_bytes:
+    if settings.activation_checkpointing is True and room > forecast.peak_bytes:
         return (
             "activation_checkpointing: {mode: selective}, or false: a step computes less, and "
             f"{size_text(room)} are free."
@@ -122,17 +126,17 @@ def _change(
     return None
 
 
-def _smaller(found: Forecast, settings: FSDP2Config, batch: Batch) -> str:
+def _smaller(forecast: Forecast, settings: FSDP2Config, batch: Batch) -> str:
     parts = {
-        "state": sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "optimizer")),
-        "activations": found.peak.get("activations", 0),
+        "state": sum(forecast.peak.get(k, 0) for k in ("parameters", "gradients", "optimizer")),
+        "activations": forecast.peak.get("activations", 0),
         "logits and gradients on their way": sum(
-            found.peak.get(kind, 0) for kind in ("logits", "backward")
+            forecast.peak.get(kind, 0) for kind in ("logits", "backward")
         ),
-        "gathered units": found.peak.get("gathered", 0),
+        "gathered units": forecast.peak.get("gathered", 0),
     }
     name = max(parts, key=parts.__getitem__)
-    why = f"{name} take {parts[name] / found.peak_bytes:.0%} of the peak."
+    why = f"{name} take {parts[name] / forecast.peak_bytes:.0%} of the peak."
     shard = "data_parallel_shard_degree: -1 and data_parallel_replicate_degree: null"
     logits = name.startswith("logits")
     changes = (
@@ -142,61 +146,61 @@ def _smaller(found: Forecast, settings: FSDP2Config, batch: Batch) -> str:
         ((logits or name == "activations") and batch.microbatch > 1)
         and f"device_train_microbatch_size: {batch.microbatch // 2}",
         (name == "state" and (settings.data_parallel_replicate_degree or 1) != 1) and shard,
-        name == "state" and f"more ranks (--gpus {2 * found.ranks}), or cpu_offload: true",
+        name == "state" and f"more ranks (--gpus {2 * forecast.ranks}), or cpu_offload: true",
         name == "activations" and "sequence_parallel: {degree: 2}",
         "tp: {degree: 2}, or ep beside it for experts",
     )
     return f"{next(filter(None, changes))}; {why}"
 
 
-def forecast_lines(found: Forecast, gpu: Gpu | None = None) -> Iterator[str]:
+def forecast_lines(forecast: Forecast, gpu: Gpu | None = None) -> Iterator[str]:
     """Yields the lines of a forecast.
 
     Args:
-        found: of a step.
+        forecast: of a step.
         gpu: for times; none are shown without.
     """
-    nodes = -(-found.ranks // found.ranks_per_node)
-    yield f"\nOne step of a rank ({found.ranks} ranks on {nodes} node{'s' * (nodes != 1)}):"
-    yield from _memory(found)
-    if found.sent:
-        many = "es" * (found.microbatches != 1)
-        yield f"Sent in a step of {found.microbatches} microbatch{many}, as whole tensors:"
-        for sent in found.sent:
+    nodes = -(-forecast.ranks // forecast.ranks_per_node)
+    yield f"\nOne step of a rank ({forecast.ranks} ranks on {nodes} node{'s' * (nodes != 1)}):"
+    yield from _memory(forecast)
+    if forecast.sent:
+        many = "es" * (forecast.microbatches != 1)
+        yield f"Sent in a step of {forecast.microbatches} microbatch{many}, as whole tensors:"
+        for sent in forecast.sent:
             yield _row(sent.kind, sent.size_bytes) + f"  {sent.calls} times, {sent.axis}"
-    if gpu is not None and found.flops:
-        times = step_times(found, gpu)
+    if gpu is not None and forecast.flops:
+        times = step_times(forecast, gpu)
         yield (
             f"Time at half of {gpu.flops / 1e12:g} TFLOP/s, {gpu.inside / 1e9:g} GB/s inside a "
             f"node and {gpu.across / 1e9:g} across: compute {times.compute:.3f} s, collectives "
             f"beside it {times.beside:.3f} s and between {times.between:.3f} s, step "
             f"{times.step:.3f} s."
         )
-    for note in found.notes:
+    for note in forecast.notes:
         yield f"note: {note}"
 
 
-def _memory(found: Forecast) -> Iterator[str]:
-    for kind, size in found.held.items():
+def _memory(forecast: Forecast) -> Iterator[str]:
+    for kind, size in forecast.held.items():
         if size:
-            yield _row(NAMES[kind], size) + "  in CPU memory" * (kind in found.on_host)
-    if found.kept is None:
+            yield _row(NAMES[kind], size) + "  in CPU memory" * (kind in forecast.on_host)
+    if forecast.kept is None:
         return
     for kind in ("activations", "logits"):
-        if found.kept.get(kind, 0) > 0:
-            yield _row(f"{NAMES[kind]}, after forward", found.kept[kind])
-    yield _row("gathered units at most", found.gathered_bytes)
-    yield _row("peak", found.peak_bytes) + f"  {found.moment}"
+        if forecast.kept.get(kind, 0) > 0:
+            yield _row(f"{NAMES[kind]}, after forward", forecast.kept[kind])
+    yield _row("gathered units at most", forecast.gathered_bytes)
+    yield _row("peak", forecast.peak_bytes) + f"  {forecast.moment}"
     for kind, name in NAMES.items():
-        if found.peak.get(kind):
-            yield _row(f"  {name}", found.peak[kind])
+        if forecast.peak.get(kind):
+            yield _row(f"  {name}", forecast.peak[kind])
 
 
-def verdict(found: Forecast, memory_gib: float) -> str:
+def verdict(forecast: Forecast, memory_gib: float) -> str:
     """Returns whether a step fits in a GPU, as a sentence."""
-    word, size = "does not fit", size_text(found.peak_bytes)
-    if fits(found, memory_gib):
-        word = "is not known to fit" if found.kept is None else "fits"
+    word, size = "does not fit", size_text(forecast.peak_bytes)
+    if fits(forecast, memory_gib):
+        word = "is not known to fit" if forecast.kept is None else "fits"
     return (
         f"It {word} in {memory_gib:g} GiB: a step takes {size} (2 % off where a GPU was measured), "
         f"and CUDA, NCCL and gaps between tensors about {memory_gib * HEADROOM:.0f} GiB."
@@ -207,26 +211,31 @@ def _row(name: str, size: float) -> str:
     return f"  {name:<36}{size_text(size):>11}"
 
 
-def comparison_lines(key: str, found: Sequence[tuple[str, Forecast]], gpu: Gpu) -> Iterator[str]:
+def comparison_lines(
+    key: str, forecasts: Sequence[tuple[str, Forecast]], gpu: Gpu
+) -> Iterator[str]:
     """Yields a table with a line for each value of a setting.
 
     Args:
         key: the setting.
-        found: values as they are written, with their forecasts.
+        forecasts: values as they are written, with their forecasts.
         gpu: for times.
     """
-    width = max(len(key), *(len(value) for value, _ in found))
+    width = max(len(key), *(len(value) for value, _ in forecasts))
     head = ("peak", "state", "activations", "gathered", "sent", "across", "step")
     yield f"{key:<{width}}" + "".join(f"{name:>12}" for name in head)
-    for value, one in found:
-        kept, wires = one.kept or {}, [(s.wire_bytes, s.axis.nodes > 1) for s in one.sent]
+    for value, forecast in forecasts:
+        after_forward, wires = (
+            forecast.kept or {},
+            [(s.wire_bytes, s.axis.nodes > 1) for s in forecast.sent],
+        )
         sizes = (
-            one.peak_bytes,
-            sum(one.held.values()),
-            sum(max(0, kept.get(kind, 0)) for kind in ("activations", "logits")),
-            one.gathered_bytes,
+            forecast.peak_bytes,
+            sum(forecast.held.values()),
+            sum(max(0, after_forward.get(kind, 0)) for kind in ("activations", "logits")),
+            forecast.gathered_bytes,
             sum(size for size, _ in wires),
             sum(size for size, is_across in wires if is_across),
         )
-        cells = [*map(size_text, sizes), f"{step_times(one, gpu).step:.3f} s"]
+        cells = [*map(size_text, sizes), f"{step_times(forecast, gpu).step:.3f} s"]
         yield f"{value:<{width}}" + "".join(f"{cell:>12}" for cell in cells)

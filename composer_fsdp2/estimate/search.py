@@ -39,10 +39,10 @@ class Choice:
     offload: str = "none"
 
     def __str__(self) -> str:
-        kept = ("none", "selective", "all")[self.checkpointing]
+        recomputed = ("none", "selective", "all")[self.checkpointing]
         text = (
             f"shard {self.shard} x replicate {self.replicate}, reshard "
-            f"{str(self.reshard).lower()}, recompute {kept}, microbatch {self.rows}"
+            f"{str(self.reshard).lower()}, recompute {recomputed}, microbatch {self.rows}"
         )
         return text if self.offload == "none" else f"{text}, offload {self.offload}"
 
@@ -79,9 +79,9 @@ def mesh_degrees(ranks: int, per_node: int) -> list[tuple[int, int, bool | int |
         if ranks % shard == 0 and (shard % per_node == 0 or per_node % shard == 0)
     ]
     return [
-        (shard, ranks // shard, way)
+        (shard, ranks // shard, reshard)
         for shard in shards
-        for way in ("auto", False, *([per_node] if shard > per_node else []))
+        for reshard in ("auto", False, *([per_node] if shard > per_node else []))
     ]
 
 
@@ -98,12 +98,12 @@ class _Guesses:
 
     def __call__(self, choice: Choice) -> tuple[float, float]:
         """Returns bytes and seconds."""
-        base, kept = self._base, replace(self._base, checkpointing=choice.checkpointing)
+        base, level = self._base, replace(self._base, checkpointing=choice.checkpointing)
         placed = replace(base, shard=choice.shard, replicate=choice.replicate)
-        layout, first = self.traced(replace(placed, reshard=choice.reshard)), self.traced(kept)
+        layout, first = (self.traced(replace(placed, reshard=choice.reshard)), self.traced(level))
         size = first.peak_bytes + layout.peak_bytes - self.traced(base).peak_bytes
         if choice.rows > 1:
-            more = self.traced(replace(kept, rows=self._sizes[1])).peak_bytes - first.peak_bytes
+            more = self.traced(replace(level, rows=self._sizes[1])).peak_bytes - first.peak_bytes
             size += more * (choice.rows - 1) / (self._sizes[1] - 1)
         size -= sum(layout.held[kind] for kind in _ON_HOST[choice.offload])
         compute = step_times(first, self._gpu).compute
@@ -152,18 +152,18 @@ def search(
             shard=shard,
             replicate=replicate,
             reshard=reshard,
-            checkpointing=kept,
+            checkpointing=checkpointing,
             rows=rows,
             offload=offload,
         )
-        for (shard, replicate, reshard), kept, rows, offload in itertools.product(
+        for (shard, replicate, reshard), checkpointing, rows, offload in itertools.product(
             mesh_degrees(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads
         )
     ]
     guesses = [(*guess(choice), choice) for choice in choices]
     best: list[SearchResult] = []
     lost: list[tuple[Choice, str]] = []
-    for size, seconds, choice in sorted(guesses, key=lambda one: one[1]):
+    for size, seconds, choice in sorted(guesses, key=lambda row: row[1]):
         if len(best) == count:
             lost.append((choice, f"it takes about {seconds:.3f} s"))
             break
@@ -175,14 +175,14 @@ def search(
             forecast = guess.traced(choice)
             seconds = step_times(forecast, gpu).step * _SLOWER[choice.offload]
             best.append(SearchResult(choice=choice, forecast=forecast, seconds=seconds))
-    return sorted(best, key=lambda found: found.seconds), lost
+    return sorted(best, key=lambda result: result.seconds), lost
 
 
 def search_lines(best: Sequence[SearchResult], lost: Sequence[tuple[Choice, str]]) -> Iterator[str]:
     """Yields the best choices, and the ones that came next or would be quicker."""
-    for number, found in enumerate(best, 1):
-        size = size_text(found.forecast.peak_bytes)
-        yield f"{number}. {found.seconds:8.3f} s {size:>10}  {found.choice}"
+    for number, result in enumerate(best, 1):
+        size = size_text(result.forecast.peak_bytes)
+        yield f"{number}. {result.seconds:8.3f} s {size:>10}  {result.choice}"
     if not best:
         yield "Nothing fits."
     for choice, why in [*lost[:2], *lost[2:][-1:]]:

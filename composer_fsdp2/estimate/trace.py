@@ -174,9 +174,9 @@ def observe_steps(
     counter = CollectiveCounter(work.ranks_per_node, *axes if len(axes) == 1 else ())
     with Watch(counter.hear, mode, on_gpus=work.on_gpus) as watch:
         state = _State(run, optimizer, watch)
-        held = state.make()
+        state_bytes = state.make()
         if state_only:
-            return Trace(run.plan, held, windows=[Window(("state", ""), dict(held))])
+            return Trace(run.plan, state_bytes, windows=[Window(("state", ""), dict(state_bytes))])
         Trace(run.plan).add(counter, watch)  # of the step that made the state
         return _steps(run, optimizer, work, watch, counter, state, Trace(run.plan))
 
@@ -193,8 +193,8 @@ def _drop_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 params[id(param)] = param
         for name, value in [*module._buffers.items(), *vars(module).items()]:
             if isinstance(value, torch.Tensor) and value.is_meta:
-                held = module._buffers if name in module._buffers else vars(module)
-                held[name] = torch.empty_like(value, device="cpu")
+                attributes = module._buffers if name in module._buffers else vars(module)
+                attributes[name] = torch.empty_like(value, device="cpu")
     new = {
         key: replace_parameter(places[key], old, torch.empty_like(old, device="cpu"))
         for key, old in params.items()
@@ -246,7 +246,7 @@ def _steps(
     watch: Watch,
     counter: CollectiveCounter,
     state: _State,
-    found: Trace,
+    trace: Trace,
 ) -> Trace:
     settings = run.settings
     warm = 0 if is_fake() else 1  # real ranks compare their batches in the first step
@@ -263,7 +263,7 @@ def _steps(
         optimizer.zero_grad()
         moments.begin("start")
         moments.found = list[Window]()
-        found = Trace(run.plan, windows=moments.found)
+        trace = Trace(run.plan, windows=moments.found)
         outputs: list[Any] = []  # as the Trainer has them: they live until the next are there
         with run.accumulation.batch():
             for number in range(total):
@@ -272,23 +272,23 @@ def _steps(
                     watch.kind, batch, start = "activations", work.batch(), watch.now.copy()
                     made, loss = work.compute(run.model, batch)
                     if not outputs:  # else they are freed as well
-                        found.kept = watch.now - start
+                        trace.kept = watch.now - start
                     outputs[:] = [made]
                     watch.kind = "backward"
                     (loss / total).backward()
                     del batch, made, loss
                 state.bytes()  # gradients that the next microbatch adds to
                 # The second stands for those that are not traced.
-                found.add(counter, watch, work.microbatches - count + 1 if number == 1 else 1)
-        found.unused = tuple(
+                trace.add(counter, watch, work.microbatches - count + 1 if number == 1 else 1)
+        trace.unused = tuple(
             name
             for name, param in run.model.named_parameters()
             if param.requires_grad and param.grad is None and not form_of(param).is_remote
         )
         moments.begin("step")
-        found.held = state.step()
+        trace.held = state.step()
         moments.begin("end")
-        found.add(counter, watch)
+        trace.add(counter, watch)
     run.stop_listening(moments)
-    found.balanced = watch.balanced
-    return found
+    trace.balanced = watch.balanced
+    return trace
