@@ -101,12 +101,12 @@ class LineConsole(LoggerDestination):
     def eval_end(self, state: State, logger: Logger) -> None:
         """Prints what the evaluation found."""
         prefix = f"metrics/{state.dataloader_label}/"
-        found = [
+        metrics = [
             f"{key.removeprefix(prefix)} {float(value):.4g}"
             for key, value in self._metrics.items()
             if key.startswith(prefix)
         ]
-        _show("   ".join([f"{_place(state)}   evaluated on {state.dataloader_label}", *found]))
+        _show("   ".join([f"{_place(state)}   evaluated on {state.dataloader_label}", *metrics]))
 
     def _print(self, state: State) -> None:
         now, before = _Moment(state.timestamp, _share_done(state)), self._before
@@ -126,10 +126,10 @@ class LineConsole(LoggerDestination):
         if mfu is not None:
             parts.append(f"MFU {float(mfu):.1%}")
         # The most that this rank has held, of its GPU or of CPU memory.
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if state.device.name == "gpu":
-            held = torch.cuda.max_memory_allocated()
-        parts.append(f"memory {held / 1e9:.1f} GB")
+            memory = torch.cuda.max_memory_allocated()
+        parts.append(f"memory {memory / 1e9:.1f} GB")
         if before is not started and now.done > started.done:
             rate = (now.done - started.done) / (now.seconds - started.seconds)
             parts.append(f"{tqdm.format_interval((1 - now.done) / rate)} left")

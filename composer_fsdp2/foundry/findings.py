@@ -37,8 +37,8 @@ def findings_of(error: Exception) -> Iterator[Finding]:
     """
     _, *lines = _NUMBERED.split(str(error))
     for text in lines or [str(error)]:
-        what, _, advice = " ".join(text.split()).rpartition(". ")
-        told, cure = (f"{what}.", advice) if what else (advice, "Correct it.")
+        problem, _, advice = " ".join(text.split()).rpartition(". ")
+        told, cure = (f"{problem}.", advice) if problem else (advice, "Correct it.")
         yield Finding("problem", shortened(told), shortened(cure))
 
 
@@ -52,9 +52,11 @@ class Findings:
 
     findings: list[Finding] = field(default_factory=list[Finding])
 
-    def add(self, what: str, advice: str, level: Literal["problem", "warning"] = "problem") -> None:
+    def add(
+        self, problem: str, advice: str, level: Literal["problem", "warning"] = "problem"
+    ) -> None:
         """Adds a finding, unless it is there already."""
-        finding = Finding(level, shortened(what), shortened(advice))
+        finding = Finding(level, shortened(problem), shortened(advice))
         if finding not in self.findings:
             self.findings.append(finding)
 
@@ -69,7 +71,7 @@ class Findings:
         except (Exception, SystemExit) as error:
             kind, begins = type(error).__name__, (f"{where}:", f"{where}.")
             follows = isinstance(error, KeyError | TypeError) or kind == "RegistryError"
-            here = [found.what for found in self.findings if found.what.startswith(begins)]
+            here = [earlier.what for earlier in self.findings if earlier.what.startswith(begins)]
             values = [match[1] for match in map(_INVALID.search, here) if match]
             if (follows and here) or any(value in str(error) for value in values):
                 return  # from an unknown name or argument or a wrong value, which has been added

@@ -48,19 +48,19 @@ def forecast_run(
         PlanError: the model cannot be prepared.
         ConfigError: likewise.
     """
-    config, asked = parts.config, parts.settings
+    config, requested = parts.config, parts.settings
     if changes is not None:
         parsed = parse_config(changes)
-        asked = dataclasses.replace(asked, **{key: getattr(parsed, key) for key in changes})
-    settings, notes = traced_settings(asked)
+        requested = dataclasses.replace(requested, **{key: getattr(parsed, key) for key in changes})
+    settings, notes = traced_settings(requested)
     notes = [*parts.notes, *notes]
     size = config.device_train_batch_size
     if rows is None and config.device_train_microbatch_size == "auto":
         notes.append("device_train_microbatch_size is auto: a microbatch of 1 is shown")
     rows = batch_of(parts, rows).microbatch
     precision = config.precision if cluster.on_gpus else "fp32"
-    on_host = ["parameters", "gradients", "optimizer"] if asked.cpu_offload else list[str]()
-    if asked.optimizer_state.device == "cpu" and not on_host:
+    on_host = ["parameters", "gradients", "optimizer"] if requested.cpu_offload else list[str]()
+    if requested.optimizer_state.device == "cpu" and not on_host:
         on_host.append("optimizer")
     plan = parts.plan
     if changes is not None:

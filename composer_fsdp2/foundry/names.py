@@ -90,24 +90,24 @@ def check_eval_keys(cfg: Mapping[Any, Any]) -> None:
     """
     from llmfoundry.utils.config_utils import EVAL_CONFIG_KEYS
 
-    known = (*EVAL_CONFIG_KEYS, *_UNDER_MODELS)
-    raise_errors([*unknown_run_keys(cfg, known, "evaluation")])
+    valid = (*EVAL_CONFIG_KEYS, *_UNDER_MODELS)
+    raise_errors([*unknown_run_keys(cfg, valid, "evaluation")])
 
 
 def unknown_run_keys(
-    cfg: Mapping[Any, Any], known: Iterable[str], work: str = "training"
+    cfg: Mapping[Any, Any], valid: Iterable[str], work: str = "training"
 ) -> Iterator[str]:
     """Yields sentences about the top-level keys that neither LLM Foundry nor this package reads."""
-    known = (*known, _OUR_KEY)
+    valid = (*valid, _OUR_KEY)
     for key in cfg:
-        if key in known:
+        if key in valid:
             continue
-        what = f"{ascii_repr(key)} is not a key of LLM Foundry's {work}."
+        problem = f"{ascii_repr(key)} is not a key of LLM Foundry's {work}."
         if key == "fsdp2":
-            what += f" FSDP2's settings belong one level deeper: {_OUR_KEY}: {{fsdp2: ...}}."
+            problem += f" FSDP2's settings belong one level deeper: {_OUR_KEY}: {{fsdp2: ...}}."
         else:
-            what += f" It would stop the run.{nearest(str(key), known)}"
-        yield f"{what} Correct it, or put values of your own under `variables`."
+            problem += f" It would stop the run.{nearest(str(key), valid)}"
+        yield f"{problem} Correct it, or put values of your own under `variables`."
 
 
 def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[str]:
@@ -131,8 +131,8 @@ def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[str]:
             )
         elif isinstance(block, dict):
             before = ("name", *_READ_BEFORE.get(where.partition("[")[0], ()))
-            given = {key: value for key, value in block.items() if key not in before}
-            yield from _of_part(where, name, registered[name], given)
+            arguments = {key: value for key, value in block.items() if key not in before}
+            yield from _of_part(where, name, registered[name], arguments)
     if isinstance(tokenizer := cfg.get("tokenizer"), dict):
         yield from _of_tokenizer(tokenizer)
 
@@ -254,20 +254,22 @@ def _of_mpt(model: Any, block: dict[Any, Any]) -> Iterator[str]:
         return
     names = list(dict.fromkeys((*_declared(model)[0], *_declared(mpt.MPTConfig)[0])))
     # The model asks its configuration for names that the configuration does not declare.
-    known = {*dir(mpt.MPTConfig()), *_words(inspect.getmodule(mpt.ComposerMPTCausalLM))}
-    yield from _unread("model", model.__name__, names, block, known)
+    read_names = {*dir(mpt.MPTConfig()), *_words(inspect.getmodule(mpt.ComposerMPTCausalLM))}
+    yield from _unread("model", model.__name__, names, block, read_names)
     inner = (
         ("attn_config", "attn_type", attn_config_defaults, attention_classes),
         ("init_config", "name", init_config_defaults, param_init_fns),
     )
     for key, kind, defaults, registered in inner:
-        given = block.get(key)
-        name = {**defaults, **given}[kind] if isinstance(given, dict) else None
-        if isinstance(name, str) and isinstance(given, dict) and name in registered:
+        settings = block.get(key)
+        name = {**defaults, **settings}[kind] if isinstance(settings, dict) else None
+        if isinstance(name, str) and isinstance(settings, dict) and name in registered:
             part = registered.get(name)
-            own = (name for name in _declared(part)[0] if name not in (*names, "module"))
+            arguments = (name for name in _declared(part)[0] if name not in (*names, "module"))
             too = ("seq_parallel_world_size",)  # LLM Foundry takes it out if it is null
-            yield from _unread(f"model.{key}", part.__name__, [*defaults, *own], given, too)
+            yield from _unread(
+                f"model.{key}", part.__name__, [*defaults, *arguments], settings, too
+            )
 
 
 def _of_tokenizer(block: dict[Any, Any]) -> Iterator[str]:
@@ -287,12 +289,16 @@ def _of_tokenizer(block: dict[Any, Any]) -> Iterator[str]:
             return
         told = f"{saved.get('tokenizer_class')}" if "auto_map" not in saved else ""
         classes = [tokenization_auto.tokenizer_class_from_name(told + end) for end in ("", "Fast")]
-    known = [c for c in classes if isinstance(c, type) and issubclass(c, PreTrainedTokenizerBase)]
-    if known:
-        modules = {inspect.getmodule(base) for cls in known for base in cls.__mro__}
+    tokenizers = [
+        c for c in classes if isinstance(c, type) and issubclass(c, PreTrainedTokenizerBase)
+    ]
+    if tokenizers:
+        modules = {inspect.getmodule(base) for cls in tokenizers for base in cls.__mro__}
         words = {word for module in (tokenization_auto, *modules) for word in _words(module)}
         names = ["model_max_length", *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES]
-        yield from _unread("tokenizer.kwargs", known[0].__name__, names, kwargs, {*saved, *words})
+        yield from _unread(
+            "tokenizer.kwargs", tokenizers[0].__name__, names, kwargs, {*saved, *words}
+        )
 
 
 # --- Signatures and sources. ---
@@ -329,8 +335,12 @@ def _declared(called: Any) -> tuple[list[str], bool]:
     except (TypeError, ValueError):  # some extension types do not tell
         return [], True
     many = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    names = [one.name for one in parameters if one.kind not in many and one.name not in _GIVEN]
-    return names, any(one.kind is one.VAR_KEYWORD for one in parameters)
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind not in many and parameter.name not in _GIVEN
+    ]
+    return names, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _words(module: ModuleType | None) -> set[str]:

@@ -44,10 +44,10 @@ def offline_config(name: str, overrides: Mapping[str, Any]) -> tuple[dict[str, A
     Raises:
         ConfigError: the model is in no table here, and the overrides lack sizes.
     """
-    known = {_TUNING.sub("", other): config for other, config in CONFIGS.items()}
+    configs = {_TUNING.sub("", other): config for other, config in CONFIGS.items()}
     family = _TUNING.sub("", name)
-    if family in known and "model_type" not in overrides:
-        return known[family], "those that this package knows"
+    if family in configs and "model_type" not in overrides:
+        return configs[family], "those that this package knows"
     kind = overrides.get("model_type")
     missing = [f"model_type and the sizes ({', '.join(_SIZES[:6])})"]
     if kind in CONFIG_MAPPING:

@@ -129,54 +129,56 @@ def rehearse(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> R
         cluster: where it would take place.
         plan_only: builds what the plan depends on, without data and tokenizer: [Note: plan only].
     """
-    found = Rehearsal()
+    rehearsal = Rehearsal()
     # With no rows of its own, this takes back the rows that the config transform installs.
     with save_registry(), engine.rows_installed(()):
         register()
-        with found.step("code_paths", f"Correct the file or its path, read from {os.getcwd()}."):
+        with rehearsal.step(
+            "code_paths", f"Correct the file or its path, read from {os.getcwd()}."
+        ):
             paths = cfg.get("code_paths")
             for path in paths if isinstance(paths, ListConfig) else ():
                 import_file(path)
         register_names()  # after those of `code_paths`, which may take out keys of their own
-        read = _read_config(found, cfg, cluster)
+        read = _read_config(rehearsal, cfg, cluster)
         for name in LAUNCHED:
             os.environ.pop(name, None)
         if read is not None:
-            _build(found, *read, cluster, plan_only=plan_only)
-    return found
+            _build(rehearsal, *read, cluster, plan_only=plan_only)
+    return rehearsal
 
 
 # --- The configuration. ---
 
 
 def _read_config(
-    found: Rehearsal, cfg: DictConfig, cluster: Cluster
+    rehearsal: Rehearsal, cfg: DictConfig, cluster: Cluster
 ) -> tuple[dict[str, Any], Any] | None:
     """Reads the run as LLM Foundry does; returns the configuration for loggers, and its own."""
-    transforms, given = [*registry.config_transforms.get_all()], cfg
-    with found.step("The configuration"):
+    transforms, run = [*registry.config_transforms.get_all()], cfg
+    with rehearsal.step("The configuration"):
         read: Any = OmegaConf.to_container(cfg, resolve=True)
         for text in wrong_kinds("", TrainConfig, read):
-            what, _, advice = text.rpartition(". ")
-            found.add(f"The configuration: {what}.", advice)
+            problem, _, advice = text.rpartition(". ")
+            rehearsal.add(f"The configuration: {problem}.", advice)
     # Goes on with a batch that can be divided, then with known keys alone, to find other mistakes.
     for names in (transforms, transforms, [name for name in transforms if name != NAME]):
-        with found.step("The configuration"), environment(cluster.first_rank()):
+        with rehearsal.step("The configuration"), environment(cluster.first_rank()):
             return make_dataclass_and_log_config(
-                given, TrainConfig, TRAIN_CONFIG_KEYS, transforms=names
+                run, TrainConfig, TRAIN_CONFIG_KEYS, transforms=names
             )
-        with found.step("The configuration"):
+        with rehearsal.step("The configuration"):
             plain: Any = OmegaConf.to_container(cfg, resolve=True)
             batch = plain.get("global_train_batch_size", 0)
             if not isinstance(batch, int) or batch % cluster.ranks:
                 plain["global_train_batch_size"] = cluster.ranks
-            if given is not cfg:
-                known = (*TRAIN_CONFIG_KEYS, "parallelism_config")
-                plain = {key: value for key, value in plain.items() if key in known}
-            given = OmegaConf.create(plain)
-    with found.step("The configuration"):
-        whole: Any = OmegaConf.to_container(cfg, resolve=True)
-        refuse_unknown(whole)  # a missing key may be misspelt
+            if run is not cfg:
+                valid = (*TRAIN_CONFIG_KEYS, "parallelism_config")
+                plain = {key: value for key, value in plain.items() if key in valid}
+            run = OmegaConf.create(plain)
+    with rehearsal.step("The configuration"):
+        container: Any = OmegaConf.to_container(cfg, resolve=True)
+        refuse_unknown(container)  # a missing key may be misspelt
     return None
 
 
@@ -184,35 +186,37 @@ def _read_config(
 
 
 def _build(
-    found: Rehearsal, logged: dict[str, Any], config: Any, cluster: Cluster, *, plan_only: bool
+    rehearsal: Rehearsal, logged: dict[str, Any], config: Any, cluster: Cluster, *, plan_only: bool
 ) -> None:
-    with found.step("The configuration"):
+    with rehearsal.step("The configuration"):
         validate_config(copy.deepcopy(config))
-    algorithms = _build_each(found, "algorithms", config.algorithms, builders.build_algorithm)
+    algorithms = _build_each(rehearsal, "algorithms", config.algorithms, builders.build_algorithm)
     run_name = config.run_name or os.environ.get("RUN_NAME") or "rehearsal"
-    given: dict[str, Any] = {"algorithms": algorithms, "callbacks": []}
+    trainer_args: dict[str, Any] = {"algorithms": algorithms, "callbacks": []}
     inputs, optimizer = _Inputs(), None
     if plan_only:
-        inputs.tokenizer = _tokenizer_of_model(found, config)
+        inputs.tokenizer = _tokenizer_of_model(rehearsal, config)
     else:
-        given["callbacks"] = _build_inputs(found, inputs, logged, config)
-        _check_arguments(found, config, algorithms, run_name, cluster)
-    model = _build_model(found, config, inputs.tokenizer, cluster, plan_only=plan_only)
+        trainer_args["callbacks"] = _build_inputs(rehearsal, inputs, logged, config)
+        _check_arguments(rehearsal, config, algorithms, run_name, cluster)
+    model = _build_model(rehearsal, config, inputs.tokenizer, cluster, plan_only=plan_only)
     if model is None:
         return
-    with found.step("optimizer"):
+    with rehearsal.step("optimizer"):
         settings = copy.deepcopy(dict(config.optimizer))
         if config.model.get("init_device", "cpu") == "cpu":
             settings.pop("fused", None)  # torch refuses it on meta alone
         optimizer = builders.build_optimizer(model, settings.pop("name"), settings)
-    given["optimizers"] = optimizer
-    with found.step("The Trainer"):
-        state = State(model=model, rank_zero_seed=0, run_name=run_name, device=DeviceCPU(), **given)
-        _start(found, config, state, inputs)
+    trainer_args["optimizers"] = optimizer
+    with rehearsal.step("The Trainer"):
+        state = State(
+            model=model, rank_zero_seed=0, run_name=run_name, device=DeviceCPU(), **trainer_args
+        )
+        _start(rehearsal, config, state, inputs)
         if not plan_only:
-            _check_load_path(found, config, run_name, state)
+            _check_load_path(rehearsal, config, run_name, state)
     if (config.fsdp_config or {}).get("version") == 2:
-        _plan(found, config, model, given, cluster)
+        _plan(rehearsal, config, model, trainer_args, cluster)
 
 
 @dataclass(slots=True)
@@ -226,32 +230,34 @@ class _Inputs:
 
 
 def _build_inputs(
-    found: Rehearsal, inputs: _Inputs, logged: dict[str, Any], config: Any
+    rehearsal: Rehearsal, inputs: _Inputs, logged: dict[str, Any], config: Any
 ) -> list[Any]:
     """Builds data and what follows a run; returns the callbacks."""
-    with found.step("tokenizer"):
+    with rehearsal.step("tokenizer"):
         name, kwargs = config.tokenizer["name"], dict(config.tokenizer.get("kwargs") or {})
         if name in registry.tokenizers:
             inputs.tokenizer = builders.build_tokenizer(name, kwargs)
-        elif _is_here(found, "tokenizer.name", name):
+        elif _is_here(rehearsal, "tokenizer.name", name):
             inputs.tokenizer = builders.build_tokenizer(name, {**kwargs, "local_files_only": True})
-    with found.step("scheduler"):
+    with rehearsal.step("scheduler"):
         settings = copy.deepcopy(dict(config.scheduler))
         inputs.scheduler = builders.build_scheduler(settings.pop("name"), settings)
-    own = {n: block for n, block in (config.loggers or {}).items() if n not in _REACH_OUT}
-    inputs.loggers = _build_each(found, "loggers", own, builders.build_logger)
+    loggers = {n: block for n, block in (config.loggers or {}).items() if n not in _REACH_OUT}
+    inputs.loggers = _build_each(rehearsal, "loggers", loggers, builders.build_logger)
     build_callback = functools.partial(builders.build_callback, train_config=logged)
-    callbacks = _build_each(found, "callbacks", config.callbacks, build_callback)
+    callbacks = _build_each(rehearsal, "callbacks", config.callbacks, build_callback)
     tokenizer, batch_size = inputs.tokenizer, config.device_train_batch_size
-    inputs.loader = _build_loader(found, "train_loader", config.train_loader, tokenizer, batch_size)
+    inputs.loader = _build_loader(
+        rehearsal, "train_loader", config.train_loader, tokenizer, batch_size
+    )
     several = enumerate(config.eval_loaders or ())
     blocks = {f"eval_loader[{number}]": block for number, block in several}
     for where, block in {"eval_loader": config.eval_loader, **blocks}.items():
-        _build_loader(found, where, block or {}, tokenizer, config.device_eval_batch_size)
+        _build_loader(rehearsal, where, block or {}, tokenizer, config.device_eval_batch_size)
     return callbacks
 
 
-def _tokenizer_of_model(found: Rehearsal, config: Any) -> Any:
+def _tokenizer_of_model(rehearsal: Rehearsal, config: Any) -> Any:
     """Builds the tokenizer where the model may depend on it: on its length, or in own code."""
     resizes = config.model.get("allow_embedding_resizing")
     if not resizes and not config.code_paths:
@@ -261,7 +267,7 @@ def _tokenizer_of_model(found: Rehearsal, config: Any) -> Any:
         return builders.build_tokenizer(name, {**kwargs, "local_files_only": True})
     except Exception:  # whatever is missing; doctor says it
         if resizes:
-            found.notes.append(
+            rehearsal.notes.append(
                 f"tokenizer '{name}' is not on this machine: rows that allow_embedding_resizing "
                 "would add for its tokens are not in these numbers"
             )
@@ -269,11 +275,11 @@ def _tokenizer_of_model(found: Rehearsal, config: Any) -> Any:
 
 
 def _build_each(
-    found: Rehearsal, where: str, blocks: Any, build: Callable[[str, dict[str, Any]], Any]
+    rehearsal: Rehearsal, where: str, blocks: Any, build: Callable[[str, dict[str, Any]], Any]
 ) -> list[Any]:
     built: list[Any] = []
     for name, settings in (blocks or {}).items():
-        with found.step(f"{where}.{name}"):
+        with rehearsal.step(f"{where}.{name}"):
             built.append(build(str(name), dict(copy.deepcopy(settings) or {})))
     return built
 
@@ -281,12 +287,14 @@ def _build_each(
 # --- Names of the Hugging Face hub, and data. ---
 
 
-def _is_here(found: Rehearsal, where: str, name: str) -> bool:
+def _is_here(rehearsal: Rehearsal, where: str, name: str) -> bool:
     """Returns whether a model or tokenizer is a folder or in the local cache; asks no hub."""
-    with found.step(where, f"There is no such folder in {os.getcwd()} either. Correct the path."):
+    with rehearsal.step(
+        where, f"There is no such folder in {os.getcwd()} either. Correct the path."
+    ):
         if _has(name, "config.json", "tokenizer_config.json", "tokenizer.json"):
             return True
-        found.add(
+        rehearsal.add(
             f"{where}: '{name}' is no folder and not in the local cache of the Hugging Face hub, "
             "which is not asked. What depends on it is not checked.",
             "Correct the name, or download it first to have it checked here.",
@@ -301,7 +309,7 @@ def _has(name: str, *files: str) -> bool:
 
 
 def _build_loader(
-    found: Rehearsal, where: str, block: Mapping[str, Any], tokenizer: Any, batch_size: Any
+    rehearsal: Rehearsal, where: str, block: Mapping[str, Any], tokenizer: Any, batch_size: Any
 ) -> Any | None:
     """Builds a loader and a batch where that needs neither the network nor minutes."""
     block = {key: value for key, value in copy.deepcopy(dict(block)).items() if key != "label"}
@@ -309,7 +317,7 @@ def _build_loader(
     if "://" in str(block) or not isinstance(dataset, dict):
         return None
     dataset.pop("replication", None)  # must divide the number of ranks, and here is one process
-    with found.step(where, f"Correct it there; paths are read from {os.getcwd()}."):
+    with rehearsal.step(where, f"Correct it there; paths are read from {os.getcwd()}."):
         name, kwargs = dataset.get("hf_name"), dataset.get("hf_kwargs") or {}
         if name is not None:
             # Finds the files. LLM Foundry would go on to tokenize all of them.
@@ -331,20 +339,20 @@ def _build_loader(
 
 
 def _build_model(
-    found: Rehearsal, config: Any, tokenizer: Any, cluster: Cluster, *, plan_only: bool
+    rehearsal: Rehearsal, config: Any, tokenizer: Any, cluster: Cluster, *, plan_only: bool
 ) -> ComposerModel | None:
     """Builds the model without its weights."""
     init = config.model.get("init_device", "cpu")
     is_sharded = (config.fsdp_config or {}).get("version") == 2 or cluster.ranks > 1
-    with found.step("model.init_device", "Write cpu, mixed or meta."):
+    with rehearsal.step("model.init_device", "Write cpu, mixed or meta."):
         fsdp = copy.deepcopy(config.fsdp_config) if is_sharded else None
         process_init_device(copy.deepcopy(config.model), fsdp, config.tp_config)
     name, block = config.model.get("pretrained_model_name_or_path"), dict(config.model)
     where, model, has_flash = "model.pretrained_model_name_or_path", None, False
-    if name is not None and not plan_only and not _is_here(found, where, name):
+    if name is not None and not plan_only and not _is_here(rehearsal, where, name):
         return None
     with (
-        found.step("model", _NEEDS_VALUES if init == "meta" else ""),
+        rehearsal.step("model", _NEEDS_VALUES if init == "meta" else ""),
         tempfile.TemporaryDirectory() as folder,
     ):
         if plan_only:
@@ -353,7 +361,7 @@ def _build_model(
             shape, source = offline_config(name, block.get("config_overrides") or {})
             Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
             block["pretrained_model_name_or_path"] = folder
-            found.notes.append(
+            rehearsal.notes.append(
                 f"the configuration of '{name}' is not on this machine: its sizes are {source}"
             )
         try:
@@ -362,7 +370,7 @@ def _build_model(
         except Exception as error:
             if init != "cpu" or "meta tensor" not in str(error):
                 raise
-            found.add(
+            rehearsal.add(
                 f"model: it cannot be built here, where weights have no values ({error}). The run "
                 "builds it with values, and there is no plan to show.",
                 "Nothing: init_device: cpu is right for it.",
@@ -372,19 +380,19 @@ def _build_model(
             quiet = Findings()
             with quiet.step("model"):
                 _on_meta(config, block, tokenizer, "meta")
-            found.builds_on_meta = not quiet.findings
+            rehearsal.builds_on_meta = not quiet.findings
     if model is None:
         return None
     if has_flash:
         fuse_attention(model)
-        found.notes.append(
+        rehearsal.notes.append(
             "kernels of flash-attn are taken for torch's, which keep the same tensors"
         )
     flash = any(getattr(module, "attn_impl", None) == "flash" for module in model.modules())
     installed = attention.is_flash_v1_installed() or attention.is_flash_v2_installed()
     if flash and not installed:
         is_here = torch.cuda.is_available() or not cluster.on_gpus
-        found.add(
+        rehearsal.add(
             "model.attn_config.attn_impl is flash (LLM Foundry's default), and the package "
             "flash_attn is not installed. The first batch would stop with a NameError.",
             "Write attn_impl: torch, or install flash-attn.",
@@ -429,29 +437,31 @@ def _on_meta(config: Any, model: dict[str, Any], tokenizer: Any, init_device: st
 
 
 def _check_arguments(
-    found: Rehearsal, config: Any, algorithms: list[Any], run_name: str, cluster: Cluster
+    rehearsal: Rehearsal, config: Any, algorithms: list[Any], run_name: str, cluster: Cluster
 ) -> None:
     intervals = (
         ["eval_interval"] if config.save_folder is None else ["eval_interval", "save_interval"]
     )
     for key in intervals:
-        with found.step(key, _TIME):
+        with rehearsal.step(key, _TIME):
             create_interval_scheduler(getattr(config, key))
     if cluster.on_gpus:
-        with found.step("precision", f"Write one of {', '.join(one.value for one in Precision)}."):
+        with rehearsal.step(
+            "precision", f"Write one of {', '.join(word.value for word in Precision)}."
+        ):
             Precision(config.precision)
     if config.compile_config is not None:
-        with found.step("compile_config"):
+        with rehearsal.step("compile_config"):
             torch.compile(nn.Identity(), **config.compile_config)  # compiles when it is called
-    for algorithm in (one for one in algorithms if isinstance(one, GradientClipping)):
+    for algorithm in (item for item in algorithms if isinstance(item, GradientClipping)):
         kind, threshold = algorithm.clipping_type, algorithm.clipping_threshold
-        with found.step("algorithms.gradient_clipping"):
+        with rehearsal.step("algorithms.gradient_clipping"):
             apply_gradient_clipping(nn.Linear(1, 1), kind, threshold, fsdp_enabled=False)
             if not threshold > 0:
                 raise ValueError(
                     f"a clipping_threshold of {threshold} turns gradients round, or to 0"
                 )
-    _check_load_path(found, config, run_name)
+    _check_load_path(rehearsal, config, run_name)
     folder = config.save_folder
     if folder is not None and "://" not in folder:
         path = Path(format_name_with_dist(folder, run_name)).absolute()
@@ -460,7 +470,7 @@ def _check_arguments(
             # The rights do not tell it of a system that is read-only, or to the superuser.
             os.rmdir(tempfile.mkdtemp(dir=there))
         except OSError as error:
-            found.add(
+            rehearsal.add(
                 f"save_folder: '{there}' cannot be written: {error.strerror}. The first save would "
                 "stop the run.",
                 "Write another folder.",
@@ -472,34 +482,34 @@ def _check_arguments(
             name = config.save_filename or "ep{epoch}-ba{batch}-rank{rank}.pt"  # LLM Foundry's
             default = known_settings()["sharded_ckpt_prefix_dir"].default
             prefix = fsdp2.get("sharded_ckpt_prefix_dir", default)
-            with found.step("save_folder"):
+            with rehearsal.step("save_folder"):
                 check_save_folder(folder, name, prefix, run_name, Timestamp())
 
 
-def _start(found: Rehearsal, config: Any, state: State, inputs: _Inputs) -> None:
+def _start(rehearsal: Rehearsal, config: Any, state: State, inputs: _Inputs) -> None:
     """Starts as the Trainer does: algorithms change the model, and the scheduler reads times."""
     model: Any = state.model
     model.logger = logger = Logger(state, inputs.loggers)
     for algorithm in state.algorithms:
-        with found.step(f"algorithms: {type(algorithm).__name__}"):
+        with rehearsal.step(f"algorithms: {type(algorithm).__name__}"):
             if algorithm.match(Event.INIT, state):
                 algorithm.apply(Event.INIT, state, logger)
-    with found.step("max_duration", _TIME):
+    with rehearsal.step("max_duration", _TIME):
         state.max_duration = ensure_time(config.max_duration, TimeUnit.EPOCH)
         if inputs.scheduler is not None and inputs.loader is not None:
-            with found.step("scheduler"):
+            with rehearsal.step("scheduler"):
                 state.set_dataloader(inputs.loader, "train")
                 inputs.scheduler(state)
 
 
 def _check_load_path(
-    found: Rehearsal, config: Any, run_name: str, state: State | None = None
+    rehearsal: Rehearsal, config: Any, run_name: str, state: State | None = None
 ) -> None:
     """Checks a checkpoint on this disk: its names and shapes too, once the model is built."""
     path, is_fsdp2 = config.load_path, (config.fsdp_config or {}).get("version") == 2
     if path is None or "://" in path or path.endswith(".symlink"):
         return
-    with found.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
+    with rehearsal.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
         local = Path(format_name_with_dist(path, run_name))
         try:
             detect_kind(local)
@@ -513,14 +523,18 @@ def _check_load_path(
                 )
         except CheckpointError as error:
             for finding in findings_of(error):
-                found.add(f"load_path: {finding.what}", finding.advice)
+                rehearsal.add(f"load_path: {finding.what}", finding.advice)
 
 
 # --- The plan. ---
 
 
 def _plan(
-    found: Rehearsal, config: Any, model: ComposerModel, given: Mapping[str, Any], cluster: Cluster
+    rehearsal: Rehearsal,
+    config: Any,
+    model: ComposerModel,
+    trainer_args: Mapping[str, Any],
+    cluster: Cluster,
 ) -> None:
     """Decides how FSDP2 would shard the model, and changes nothing."""
     device: Any = get_device("cpu")
@@ -528,17 +542,17 @@ def _plan(
     if cluster.on_gpus:
         # Building a GPU's device chooses the GPU, which may not be here.
         device = get_device("gpu") if has_gpu else object.__new__(DeviceGPU)
-    with found.step("parallelism_config.fsdp2"), environment(cluster.first_rank()):
+    with rehearsal.step("parallelism_config.fsdp2"), environment(cluster.first_rank()):
         ours = ("version", "sync_module_states")
         settings = parse_config({k: v for k, v in config.fsdp_config.items() if k not in ours})
         if settings.fp8 and cluster.on_gpus and not has_gpu:
             # Asks no GPU what it can do.
             spec = settings.fp8 if isinstance(settings.fp8, Float8Spec) else Float8Spec()
             settings = dataclasses.replace(settings, fp8=dataclasses.replace(spec, emulate=True))
-        check_extensions(items_of(given))
+        check_extensions(items_of(trainer_args))
         plan = PreparePlan(
             model,
-            given["optimizers"],
+            trainer_args["optimizers"],
             settings,
             config.precision if cluster.on_gpus else "fp32",
             device,
@@ -546,16 +560,18 @@ def _plan(
             transformations=TRANSFORMATIONS,
         )
         for planned in plan.transformations:
-            if isinstance(planned.step, Parallelism) and found.sizes is None:
-                found.sizes = planned.step.sizes(plan.tree, planned.plan, plan.units, plan.shape)
-        found.units = plan.units
-        if given["optimizers"] is not None:
-            found.parts = Parts(
+            if isinstance(planned.step, Parallelism) and rehearsal.sizes is None:
+                rehearsal.sizes = planned.step.sizes(
+                    plan.tree, planned.plan, plan.units, plan.shape
+                )
+        rehearsal.units = plan.units
+        if trainer_args["optimizers"] is not None:
+            rehearsal.parts = Parts(
                 model=model,
-                optimizer=given["optimizers"],
+                optimizer=trainer_args["optimizers"],
                 settings=settings,
                 config=config,
                 plan=plan,
-                notes=tuple(found.notes),
+                notes=tuple(rehearsal.notes),
             )
-        found.frozen = frozen_elements(model, plan.units)
+        rehearsal.frozen = frozen_elements(model, plan.units)

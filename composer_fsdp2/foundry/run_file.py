@@ -128,10 +128,10 @@ def without_mistakes(cfg: DictConfig) -> tuple[DictConfig, list[Finding]]:
     rest = {key: value for key, value in plain.items() if key not in _BLOCKS}
     beside = {key: value for key, value in block.items() if key not in ("fsdp", "fsdp2")}
     for settings in ({**beside, "fsdp2": right}, {"fsdp2": right}):
-        found: Any = OmegaConf.create({**rest, "parallelism_config": settings})
+        cleaned: Any = OmegaConf.create({**rest, "parallelism_config": settings})
         with contextlib.suppress(ConfigError):
-            read_parallelism(found)
-            return found, wrong
+            read_parallelism(cleaned)
+            return cleaned, wrong
     defaults: Any = OmegaConf.create({**rest, "parallelism_config": {"fsdp2": {}}})
     return defaults, wrong
 
@@ -238,8 +238,8 @@ def read_yaml(path: Path, *, jobs: bool = True) -> DictConfig:
             f"'{path}' holds no settings. A run needs keys such as model and train_loader. "
             "Write them, or start from yamls/quickstart.yaml."
         )
-    own = any(key in cfg for key in ("model", *_BLOCKS))
-    if own or not isinstance(read_setting(cfg, _INSIDE), DictConfig):
+    is_run = any(key in cfg for key in ("model", *_BLOCKS))
+    if is_run or not isinstance(read_setting(cfg, _INSIDE), DictConfig):
         return cfg
     if not jobs:
         raise ConfigError(

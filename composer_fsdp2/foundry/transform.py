@@ -117,13 +117,13 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
     from composer_fsdp2.config.group_size import BESIDE, with_keys_inside
 
     parsed = {key: value for key, value in cfg.items() if key != _BLOCK}
-    given = {} if cfg.get(_BLOCK) is None else cfg[_BLOCK]
-    if not isinstance(given, Mapping):
+    parallelism = {} if cfg.get(_BLOCK) is None else cfg[_BLOCK]
+    if not isinstance(parallelism, Mapping):
         raise ConfigError(
-            f"'{_BLOCK}' is {given!r}, but it takes a mapping. Nothing in it could be applied. "
-            f"Write {_BLOCK}: {{fsdp2: {{}}}} for FSDP2 with default settings."
+            f"'{_BLOCK}' is {parallelism!r}, but it takes a mapping. Nothing in it could be "
+            f"applied. Write {_BLOCK}: {{fsdp2: {{}}}} for FSDP2 with default settings."
         )
-    unknown = [str(key) for key in given if key not in (*_PLACES, *BESIDE)]
+    unknown = [str(key) for key in parallelism if key not in (*_PLACES, *BESIDE)]
     if unknown:
         names = ", ".join(f"'{name}'" for name in unknown)
         hint = "".join(nearest(name, _PLACES) for name in unknown)
@@ -131,10 +131,10 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
             f"{_BLOCK} does not know {names}. The run would train as if it were not there."
             f"{hint} Write {' or '.join(_PLACES)}."
         )
-    given = with_keys_inside(given)
-    for key, value in given.items():
+    parallelism = with_keys_inside(parallelism)
+    for key, value in parallelism.items():
         if value is not None or key == "fsdp2":
-            _check_free(parsed, given, key)
+            _check_free(parsed, parallelism, key)
             # An empty `fsdp2:` is null in YAML, and asks for default settings.
             parsed[_PLACES[key]] = (
                 _marked({} if value is None else value) if key == "fsdp2" else value
@@ -248,14 +248,14 @@ def _sliceable_folder(model: Mapping[str, Any]) -> Path | None:
     from huggingface_hub import snapshot_download
 
     name: Any = model.get("pretrained_model_name_or_path")
-    wanted = (
+    is_plain = (
         model.get("name") == "hf_causal_lm"
         and model.get("pretrained", True) is True
         and model.get("init_device") in ("meta", "mixed")
         and isinstance(name, str)
         and not any(model.get(key) for key in _NEEDS_FROM_PRETRAINED)
     )
-    if not wanted:
+    if not is_plain:
         return None
     folder = Path(name)
     if not folder.is_dir() and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
@@ -329,11 +329,13 @@ def _share_batches(parsed: Mapping[str, Any], settings: FSDP2Config) -> dict[str
         )
     changed = dict(parsed)
     for key in _LOADERS:
-        given = parsed.get(key)
-        if isinstance(given, list):
-            changed[key] = [_replicated(f"{key}[{n}]", one, size) for n, one in enumerate(given)]
-        elif isinstance(given, Mapping):
-            changed[key] = _replicated(key, given, size)
+        loaders = parsed.get(key)
+        if isinstance(loaders, list):
+            changed[key] = [
+                _replicated(f"{key}[{n}]", loader, size) for n, loader in enumerate(loaders)
+            ]
+        elif isinstance(loaders, Mapping):
+            changed[key] = _replicated(key, loaders, size)
     if isinstance(batch, int):
         # LLM Foundry divides it by the number of ranks. `trainer.loop.groups: show_batch` follows.
         changed["global_train_batch_size"] = batch * size
@@ -350,11 +352,11 @@ def _replicated(where: str, loader: Any, degree: int) -> Any:
     if isinstance(streams := dataset.get("streams"), Mapping):
         blocks |= {f"{where}.dataset.streams.{name}": stream for name, stream in streams.items()}
     for place, block in blocks.items():
-        given = block.get("replication") if isinstance(block, Mapping) else None
-        if given not in (None, degree):
+        replication = block.get("replication") if isinstance(block, Mapping) else None
+        if replication not in (None, degree):
             raise ConfigError(
-                f"{place}.replication is {given!r}, and {degree} ranks read one batch. Ranks of "
-                "a group would read different samples, or groups the same. Leave it out: it is set "
-                "to the number of ranks that read one batch."
+                f"{place}.replication is {replication!r}, and {degree} ranks read one batch. Ranks "
+                "of a group would read different samples, or groups the same. Leave it out: it is "
+                "set to the number of ranks that read one batch."
             )
     return {**loader, "dataset": {**dataset, "replication": degree}}
