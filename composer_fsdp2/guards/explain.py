@@ -214,7 +214,7 @@ _NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file_
 def _frame_of(error: Exception) -> traceback.FrameSummary | None:
     """Returns the user's last line of code: the last that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = (one for one in reversed(frames) if not one.filename.startswith(_NOT_THE_USERS))
+    theirs = (frame for frame in reversed(frames) if not frame.filename.startswith(_NOT_THE_USERS))
     return next(theirs, None)
 
 
@@ -232,11 +232,11 @@ def _mixed(model: nn.Module, error: Exception, shards: list[str]) -> str:
     # Those that the code names, such as `self.blocks[0].up.weight`.
     named = [name for name in shards if ".".join(name.split(".")[-2:]) in line]
     param = f"a parameter such as '{named[0]}'" if named else "a parameter"
-    own = not method.startswith("_") and not hasattr(nn.Module, method)
+    is_public = not method.startswith("_") and not hasattr(nn.Module, method)
     holders = [
         f"{name}.{method}".lstrip(".")
         for name, module in model.named_modules()
-        if own and callable(getattr(type(module), method, None))
+        if is_public and callable(getattr(type(module), method, None))
     ]
     method = (
         holders[0] if len(holders) == 1 else f"path.to.module.{method if holders else 'method'}"

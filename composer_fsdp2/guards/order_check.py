@@ -255,9 +255,11 @@ class Watchdog(StepListener):
 def _first_difference(everyone: Sequence[tuple[int, list[str]]]) -> str:
     """Names the first collective in which ranks differ, if all still know it."""
     start = max(skipped for skipped, _ in everyone)
-    known = [last[start - skipped :] for skipped, last in everyone]
-    for at in itertools.zip_longest(*known, fillvalue="nothing more"):
+    common = [last[start - skipped :] for skipped, last in everyone]
+    for at in itertools.zip_longest(*common, fillvalue="nothing more"):
         if len(set(at)) > 1:
-            places = [f"{what} on {rank_text(which)}" for what, which in ranks_by(at).items()]
+            places = [
+                f"{collective} on {rank_text(which)}" for collective, which in ranks_by(at).items()
+            ]
             return f" The first difference: {' and '.join(places[:_SHOWN])}."
     return ""

@@ -59,26 +59,28 @@ class _Param:
     def is_exchanged(self) -> bool:
         """Whether something stands in a module that FSDP2 did not put there."""
         # A module may get another dictionary, as the monitor gives it while it counts.
-        found = [module._parameters.get(key) for module, key in self.places]
-        return any(not stands_in(self.record, one) and not is_shown(one) for one in found)
+        registered = [module._parameters.get(key) for module, key in self.places]
+        return any(
+            not stands_in(self.record, param) and not is_shown(param) for param in registered
+        )
 
     def note(self, contents: bool) -> None:
         if self.plain is None:
             self.plain = gathered_memory(self.record) is not None
-        whole = gathered_param(self.record)
-        self.seen = _seen(whole) if self.plain else None
+        unsharded = gathered_param(self.record)
+        self.seen = _seen(unsharded) if self.plain else None
         self.contents = _digest(self.record) if contents and self.plain else None
 
     def is_changed(self) -> bool:
-        whole = gathered_param(self.record)
-        if self.seen is not None and self.seen != _seen(whole):
+        unsharded = gathered_param(self.record)
+        if self.seen is not None and self.seen != _seen(unsharded):
             return True
         return self.contents is not None and not torch.equal(self.contents, _digest(self.record))
 
 
-def _seen(whole: torch.Tensor) -> tuple[int, int]:
+def _seen(unsharded: torch.Tensor) -> tuple[int, int]:
     """Returns version and place; a tensor made under inference_mode has no version."""
-    return 0 if whole.is_inference() else whole._version, whole.data_ptr()
+    return 0 if unsharded.is_inference() else unsharded._version, unsharded.data_ptr()
 
 
 _LATE = {"tensor": "fused weights in another order", "expert": "the experts of one rank alone"}
@@ -89,13 +91,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @torch.no_grad()
 def _digest(record: Any) -> torch.Tensor:
     """Sums of a parameter's bits over rows and columns, weighted so that order counts."""
-    whole = gathered_memory(record)
-    assert whole is not None
-    whole = torch.view_as_real(whole) if whole.is_complex() else whole
-    bits = whole.contiguous().view(_BITS[whole.element_size()])
+    memory = gathered_memory(record)
+    assert memory is not None
+    memory = torch.view_as_real(memory) if memory.is_complex() else memory
+    bits = memory.contiguous().view(_BITS[memory.element_size()])
     bits = bits.flatten(1) if bits.ndim > 1 else bits.reshape(1, -1)
     sums = [bits.sum(axis, dtype=torch.int64) for axis in (0, 1)]
-    return torch.stack([(one * torch.arange(1, len(one) + 1).to(one)).sum() for one in sums])
+    return torch.stack(
+        [(axis_sum * torch.arange(1, len(axis_sum) + 1).to(axis_sum)).sum() for axis_sum in sums]
+    )
 
 
 class GatheredParameters(StepListener):
@@ -205,11 +209,14 @@ class GatheredParameters(StepListener):
             if frees_after_forward(group) in (None, False):
                 continue
             memory = [(gathered_memory(param.record), param) for param in self._groups[group]]
-            own = {storage_id(whole): param for whole, param in memory if whole is not None}
+            by_storage = {
+                storage_id(tensor): param for tensor, param in memory if tensor is not None
+            }
             for leaf in tree_leaves(output):
-                if type(leaf) in (torch.Tensor, nn.Parameter) and storage_id(leaf) in own:
+                if type(leaf) in (torch.Tensor, nn.Parameter) and storage_id(leaf) in by_storage:
+                    name = by_storage[storage_id(leaf)].name
                     raise PlanError(
-                        f"{_unit_text(unit)} returns its parameter '{own[storage_id(leaf)].name}', "
+                        f"{_unit_text(unit)} returns its parameter '{name}', "
                         "or a view of it. FSDP2 frees the memory when its forward is over, so "
                         "whoever uses it reads freed memory. Return a copy (weight.clone()), use "
                         "the weight inside the unit, or choose the unit around both with "
@@ -229,11 +236,11 @@ class GatheredParameters(StepListener):
             raise error
 
     def _error(self) -> PlanError | None:
-        found, self._found = list(dict.fromkeys(self._found)), []
-        if not found:
+        problems, self._found = list(dict.fromkeys(self._found)), []
+        if not problems:
             return None
-        more = f"\n... and {len(found) - 3} more" if len(found) > 3 else ""
-        return PlanError("\n".join(found[:3]) + more)
+        more = f"\n... and {len(problems) - 3} more" if len(problems) > 3 else ""
+        return PlanError("\n".join(problems[:3]) + more)
 
 
 class AddedParameters(StepListener):
@@ -251,8 +258,10 @@ class AddedParameters(StepListener):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        held = [param for optimizer in run.optimizers for param in _params_of(optimizer)]
-        self._whole = {id(param) for param in [*run.model.parameters(), *held] if _is_plain(param)}
+        stepped = [param for optimizer in run.optimizers for param in _params_of(optimizer)]
+        self._whole = {
+            id(param) for param in [*run.model.parameters(), *stepped] if _is_plain(param)
+        }
         self._seen = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
 
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -263,14 +272,14 @@ class AddedParameters(StepListener):
                 an optimizer that was built later, where ranks divide a layer or its experts.
         """
         params = _params_of(optimizer)
-        found = [id(param) for param in params]
-        if self._seen.get(optimizer) == found:
+        param_ids = [id(param) for param in params]
+        if self._seen.get(optimizer) == param_ids:
             return
         names = {id(param): f"'{name}'" for name, param in self.run.model.named_parameters()}
-        own = [param for param in params if id(param) in names]
+        model_params = [param for param in params if id(param) in names]
         is_given = any(optimizer is other for other in self.run.optimizers)
-        is_divided = any(group_dividing(param) is not None for param in own)
-        kinds = {"tensor"} if is_divided else {form_of(param).parallelism for param in own} - {""}
+        is_divided = any(group_dividing(param) is not None for param in model_params)
+        kinds = {"tensor"} if is_divided else {form_of(param).parallelism for param in model_params} - {""}
         if not is_given and kinds:
             (kind,) = kinds
             raise PlanError(
@@ -278,7 +287,7 @@ class AddedParameters(StepListener):
                 f"parallelism. Its checkpoints would hold {_LATE[kind]}. Give it to "
                 "prepare_fully_shard, or to the Trainer."
             )
-        checked = params if is_given else own
+        checked = params if is_given else model_params
         added = [
             p for p in checked if _is_plain(p) and p.requires_grad and id(p) not in self._whole
         ]
@@ -290,7 +299,7 @@ class AddedParameters(StepListener):
                 "gradient with others, so each would train another value. Add it to the model and "
                 "to the optimizer before prepare_fully_shard, or before the Trainer is made."
             )
-        self._seen[optimizer] = found
+        self._seen[optimizer] = param_ids
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -101,13 +101,13 @@ class CollectiveWatchdog:
 
     def _places(self) -> dict[str, list[int]]:
         """Returns the reports of the ranks, and which ranks gave them."""
-        held, keys = default_store(), [_key(rank) for rank in range(dist.get_world_size())]
+        store, keys = default_store(), [_key(rank) for rank in range(dist.get_world_size())]
         # One request for all: asked key by key, a thousand ranks would send a million. Either
         # would wait for a key that is not there until the store's timeout.
-        if held.check(keys):
-            told = held.multi_get(keys)
+        if store.check(keys):
+            told = store.multi_get(keys)
         else:
-            told = [held.get(key) if held.check([key]) else b"" for key in keys]
+            told = [store.get(key) if store.check([key]) else b"" for key in keys]
         return ranks_by(said.decode() or _SILENT for said in told)
 
     def tell(self, text: str) -> None:
@@ -120,10 +120,10 @@ def _key(rank: int) -> str:
     return f"composer_fsdp2/entered/{rank}"
 
 
-def _look_again(held: weakref.ref[CollectiveWatchdog]) -> None:
+def _look_again(watchdog_ref: weakref.ref[CollectiveWatchdog]) -> None:
     # A store that is gone takes the others with it.
     with contextlib.suppress(RuntimeError, ValueError):
-        while threading.main_thread().is_alive() and (watchdog := held()) is not None:
+        while threading.main_thread().is_alive() and (watchdog := watchdog_ref()) is not None:
             watchdog.look(time.monotonic())
             pause = watchdog.tick_seconds
             del watchdog  # it lives as long as its process group
@@ -155,8 +155,10 @@ def watchdog_of(device: torch.device) -> CollectiveWatchdog | None:
         watchdog = _watchdogs[world] = CollectiveWatchdog(timeout.total_seconds())
         watchdog.tell("")  # so that all keys are there when a rank reads them
         # Looks every few seconds, as long as the process group is there.
-        held = weakref.ref(watchdog)
-        threading.Thread(target=_look_again, args=(held,), name="watchdog", daemon=True).start()
+        watchdog_ref = weakref.ref(watchdog)
+        threading.Thread(
+            target=_look_again, args=(watchdog_ref,), name="watchdog", daemon=True
+        ).start()
     return _watchdogs[world]
 
 

@@ -76,9 +76,9 @@ class _Round:
     """the most that any rank has entered, once all have told"""
     agreed: threading.Event = field(default_factory=threading.Event)
 
-    def key(self, what: str) -> str:
+    def key(self, suffix: str) -> str:
         """Returns a name in the store."""
-        return f"composer_fsdp2/leaving/{self.number}/{what}"
+        return f"composer_fsdp2/leaving/{self.number}/{suffix}"
 
 
 class JointExit:
@@ -287,11 +287,11 @@ class JointExit:
         own thread: a rank that waits in one group comes to the next one late.
         """
         rest: list[tuple[list[Joined], dist.ProcessGroup]] = []
-        for name, wanted in now.wanted.items():
-            missing, group = wanted - now.entered.get(name, 0), group_named(name)
+        for name, total in now.wanted.items():
+            missing, group = total - now.entered.get(name, 0), group_named(name)
             if missing and group is not None:
-                held: list[Joined] = pickle.loads(default_store().get(now.key(f"held/{name}")))
-                rest.append((held[len(held) - missing :], group))
+                records: list[Joined] = pickle.loads(default_store().get(now.key(f"held/{name}")))
+                rest.append((records[len(records) - missing :], group))
 
         def join_all(owed: tuple[list[Joined], dist.ProcessGroup]) -> None:
             if self._device.type != "cpu":
@@ -333,8 +333,8 @@ def _agree(now: _Round, lock: threading.Lock) -> None:
         now.wanted[name] = count
         if rank == dist.get_rank():
             with lock:
-                held = pickle.dumps(now.records[name])
-            default_store().set(now.key(f"held/{name}"), held)
+                records = pickle.dumps(now.records[name])
+            default_store().set(now.key(f"held/{name}"), records)
     now.agreed.set()
 
 

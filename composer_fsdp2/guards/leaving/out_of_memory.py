@@ -60,11 +60,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def agree_on_failure(failed: bool, finished: bool, device: torch.device) -> tuple[bool, bool]:
     """Whether any rank has failed, and whether all have finished. Collective: yes."""
-    found = torch.tensor([int(failed)], dtype=torch.uint8, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    any_failed = torch.tensor([int(failed)], dtype=torch.uint8, device=device)
+    dist.all_reduce(any_failed, op=dist.ReduceOp.MAX)
     done = torch.tensor([int(finished)], dtype=torch.uint8, device=device)
     dist.all_reduce(done, op=dist.ReduceOp.MIN)
-    return bool(found.item()), bool(done.item())
+    return bool(any_failed.item()), bool(done.item())
 
 
 @contextmanager
