@@ -141,20 +141,20 @@ def install_rows(rows: Sequence[PatchPoint]) -> None:
     Raises:
         PatchError: naming every core row whose source is not one it was written for.
     """
-    wanted = [row for row in rows if _is_wanted(row) and row.target not in _originals]
-    problems = {row.target: problem for row in wanted if (problem := _problem(row)) is not None}
-    unknown = [row for row in wanted if row.target in problems]
+    missing = [row for row in rows if _is_wanted(row) and row.target not in _originals]
+    problems = {row.target: problem for row in missing if (problem := _problem(row)) is not None}
+    unknown = [row for row in missing if row.target in problems]
     core = [row for row in unknown if row.feature is CORE]
     if core:
         listed = "".join(f"\n- {problems[row.target]}" for row in core)
         packages = dict.fromkeys(["torch", "mosaicml", *map(_distribution, core)])
         here = ", ".join(f"{name} {_version(name)}" for name in packages)
-        known = " and ".join(dict.fromkeys(row.versions for row in core))
+        versions = " and ".join(dict.fromkeys(row.versions for row in core))
         raise PatchError(
             f"FSDP2 cannot be installed, and nothing was replaced: {len(core)} functions that "
             "every run with it goes through are not known."
             f"{listed}\nReplacing them could change the run in ways nobody tested. "
-            f"Installed are {here}; install {known}, or a composer_fsdp2 that knows these."
+            f"Installed are {here}; install {versions}, or a composer_fsdp2 that knows these."
         )
     _off.update({row.feature: problems[row.target] for row in reversed(unknown)})
     for row in rows:
@@ -186,8 +186,8 @@ def _replace(row: PatchPoint) -> None:
 
 def _original(owner: Any, name: str) -> Any:
     # `getattr` would take the function out of a class method, which has to be put back whole.
-    found = inspect.getattr_static(owner, name)
-    return getattr(owner, name) if inspect.isgetsetdescriptor(found) else found
+    static = inspect.getattr_static(owner, name)
+    return getattr(owner, name) if inspect.isgetsetdescriptor(static) else static
 
 
 def _resolve(replacement: str) -> Any:
@@ -276,8 +276,8 @@ def check_versions(needs: Mapping[str, tuple[int, int]]) -> None:
     """
     for package, least in needs.items():
         version = _version(package)
-        found = re.match(r"(\d+)\.(\d+)", version)
-        if found and (int(found[1]), int(found[2])) < least:
+        match = re.match(r"(\d+)\.(\d+)", version)
+        if match and (int(match[1]), int(match[2])) < least:
             needed = ".".join(map(str, least))
             raise PatchError(
                 f"{package} {version} is installed, and composer_fsdp2 needs {package} {needed} or "
@@ -310,17 +310,17 @@ def _problem(row: PatchPoint) -> str | None:
         )
     try:
         if row.source:
-            found = fingerprint(pkgutil.resolve_name(row.source))
+            digest = fingerprint(pkgutil.resolve_name(row.source))
         else:
-            found = fingerprint(inspect.getattr_static(*_locate(row.target)))
+            digest = fingerprint(inspect.getattr_static(*_locate(row.target)))
     except (ImportError, AttributeError, OSError, SyntaxError, TypeError) as error:
-        found = f"cannot be read: {error}"
-    if found in row.fingerprints:
+        digest = f"cannot be read: {error}"
+    if digest in row.fingerprints:
         return None
-    known = ", ".join(sorted(row.fingerprints))
+    digests = ", ".join(sorted(row.fingerprints))
     return (
-        f"The source of '{row.source or row.target}' of {_here(row)} (fingerprint {found}) is not "
-        f"one the replacement was written for ({row.versions}: {known})."
+        f"The source of '{row.source or row.target}' of {_here(row)} (fingerprint {digest}) is not "
+        f"one the replacement was written for ({row.versions}: {digests})."
     )
 
 
@@ -375,13 +375,13 @@ def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:
             problems[row.target] = _off.get(row.feature) or _problem(row)
         if (problem := problems.get(row.target)) is not None and row.feature is not CORE:
             off.setdefault(row.feature, problem)
-    found: list[PatchState] = []
+    row_states: list[PatchState] = []
     for row in present:
         problem = problems.get(row.target) or off.get(row.feature)
         state: Any = "installed" if row.target in _originals else "fits"
         if problem is not None:
             state = "does not fit" if row.feature is CORE else "switched off"
-        found.append(
+        row_states.append(
             PatchState(
                 target=row.target,
                 feature=row.feature.name,
@@ -392,13 +392,13 @@ def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:
                 problem=problem,
             )
         )
-    return tuple(found)
+    return tuple(row_states)
 
 
-def describe_patches(found: Sequence[PatchState]) -> str:
+def describe_patches(row_states: Sequence[PatchState]) -> str:
     """Returns the table with the state of every row as text."""
     lines: list[str] = []
-    for row in found:
+    for row in row_states:
         shown = {
             "installed": "installed",
             "fits": "fits, not installed",
