@@ -70,10 +70,10 @@ def refuse_gradients(tree: ModuleTree) -> None:
         PlanError: for gradients that are not zero; shards begin without any.
     """
     grads = ((ref.name, ref.param.grad) for ref in tree.params)
-    found = [name for name, grad in grads if grad is not None and not grad.is_meta and grad.any()]
-    if found:
+    names = [name for name, grad in grads if grad is not None and not grad.is_meta and grad.any()]
+    if names:
         raise PlanError(
-            f"{listed(found)} has a gradient already. It is of the whole parameter, and the first "
+            f"{listed(names)} has a gradient already. It is of the whole parameter, and the first "
             "step would go without it, because shards begin with no gradient. Prepare the model "
             "before the first backward, or clear the gradients: `model.zero_grad()`."
         )
@@ -87,23 +87,23 @@ def left_whole(refs: Collection[ParamRef], weight_of: Mapping[int, int]) -> set[
         weight_of: id(parameter) -> that of the first one over the same memory.
     """
     trained = {weight_of[id(ref.param)] for ref in refs if ref.param.requires_grad}
-    found: dict[int, ParamRef] = {}
+    first_refs: dict[int, ParamRef] = {}
     for ref in refs:
         param, weight = ref.param, weight_of[id(ref.param)]
-        usual = not (isinstance(param, DTensor) or _is_foreign(param) or param.is_quantized)
+        is_plain = not (isinstance(param, DTensor) or _is_foreign(param) or param.is_quantized)
         cannot = param.ndim == 0 or not param.numel() or param.dtype not in _GATHERED
-        if usual and cannot and weight not in trained:
-            found.setdefault(weight, ref)
-    size = sum(ref.param.nbytes for ref in found.values())
+        if is_plain and cannot and weight not in trained:
+            first_refs.setdefault(weight, ref)
+    size = sum(ref.param.nbytes for ref in first_refs.values())
     if size >= _LARGE_BYTES:
-        names = listed((ref.name for ref in found.values()), 3)
+        names = listed((ref.name for ref in first_refs.values()), 3)
         warnings.warn(
-            f"{len(found)} frozen parameters ({names}) are of a dtype that FSDP2 does not "
+            f"{len(first_refs)} frozen parameters ({names}) are of a dtype that FSDP2 does not "
             f"shard, so every rank keeps all {size:,} bytes of them. Keep them in bf16 or fp32 to "
             "have them sharded.",
             stacklevel=3,
         )
-    return set(found)
+    return set(first_refs)
 
 
 def check_model(
@@ -134,10 +134,10 @@ def check_model(
             elif param.requires_grad or not FROZEN_MAY_DIFFER:
                 dtypes.setdefault(_dtype_name(param), name)
         if len(dtypes) > 1:
-            found = " and ".join(f"{dtype} ('{name}')" for dtype, name in dtypes.items())
+            shown = " and ".join(f"{dtype} ('{name}')" for dtype, name in dtypes.items())
             where = f"The unit '{unit.module}'" if unit.module else "The root unit"
             problems.append(
-                f"{where} holds parameters of different dtypes: {found}. One "
+                f"{where} holds parameters of different dtypes: {shown}. One "
                 "collective gathers one dtype, and torch would stop at the first forward. Modules "
                 "of one dtype are made units of their own, but these share a module: cast them to "
                 "one dtype, or list frozen ones in ignored_params."
@@ -272,8 +272,8 @@ def _aliases(tree: ModuleTree, refs: Sequence[ParamRef]) -> Iterator[str]:
 
     def sharing(tensor: torch.Tensor) -> ParamRef | None:
         storage, start, end = memory_of(tensor) or (0, 0, 0)
-        held = by_storage.get(storage, ())
-        return next((ref for first, past, ref in held if start < past and first < end), None)
+        extents = by_storage.get(storage, ())
+        return next((ref for first, past, ref in extents if start < past and first < end), None)
 
     for path, module in tree.modules():
         for name, buffer in module._buffers.items():

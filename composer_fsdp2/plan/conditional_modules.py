@@ -56,14 +56,14 @@ def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> Itera
             towers.update(map(id, reading))
     inside: set[int] = set()
     for index in tree.first_path.values():
-        entry = tree.paths[index]
-        module, name = entry.module, entry.path.rpartition(".")[2]
-        if entry.parent < 0 or id(module) in inside:
+        module_path = tree.paths[index]
+        module, name = module_path.module, module_path.path.rpartition(".")[2]
+        if module_path.parent < 0 or id(module) in inside:
             continue
-        above = tree.paths[entry.parent].module
-        if id(module) in towers or entry.path in named or _holds_experts(module, name, above):
+        above = tree.paths[module_path.parent].module
+        if id(module) in towers or module_path.path in named or _holds_experts(module, name, above):
             inside.update(id(part) for part in module.modules())
-            yield entry.path
+            yield module_path.path
 
 
 def _holds_experts(module: nn.Module, name: str, above: nn.Module) -> bool:
@@ -98,8 +98,12 @@ def move_units(
     """
 
     def around_optional(index: int) -> int | None:
-        entry = tree.paths[index]
-        return tree.lowest_common_parent([entry.parent]) if entry.path in optional else None
+        module_path = tree.paths[index]
+        return (
+            tree.lowest_common_parent([module_path.parent])
+            if module_path.path in optional
+            else None
+        )
 
     inside, moved = _move(tree, chosen, around_optional, LEFT_OUT)
     problems += [
@@ -132,7 +136,9 @@ def _move_out_of_graphs(
     inside = {
         key
         for key, module in once
-        if any(is_whole_graph(vars(module).get(held)) for held in ("dynamo_ctx", "forward"))
+        if any(
+            is_whole_graph(vars(module).get(attribute)) for attribute in ("dynamo_ctx", "forward")
+        )
     }
     if id(tree.root) in in_place:
         problems.append(
@@ -184,11 +190,11 @@ def _move(
     hosts: dict[int, int] = {}
     moved: list[tuple[str, Decision, str]] = []
     for index in tree.first_path.values():
-        entry = tree.paths[index]
-        host = hosts[entry.parent] if entry.parent in hosts else host_of(index)
+        module_path = tree.paths[index]
+        host = hosts[module_path.parent] if module_path.parent in hosts else host_of(index)
         if host is not None:
             hosts[index] = host
-            if (decision := chosen.pop(id(entry.module), None)) is not None:
+            if (decision := chosen.pop(id(module_path.module), None)) is not None:
                 chosen.setdefault(tree.key_of(host), Decision(wrap=True, reason=reason))
-                moved.append((entry.path, decision, tree.paths[host].path or "<root>"))
+                moved.append((module_path.path, decision, tree.paths[host].path or "<root>"))
     return {tree.key_of(index) for index in hosts}, moved

@@ -57,11 +57,11 @@ def held_tensors(tree: ModuleTree) -> Iterator[tuple[torch.Tensor, str, str]]:
         # `RNNBase.__setattr__` puts a weight that is set into this list too.
         flat = {"_flat_weights"} if isinstance(module, nn.RNNBase) else set[str]()
         kind, ignored = type(module), _REGISTERED | renewed | flat
-        found = [(name, value) for name, value in vars(module).items() if name not in ignored]
+        attributes = [(name, value) for name, value in vars(module).items() if name not in ignored]
         if id(kind) not in opened:
             opened[id(kind)] = kind
-            found += _of_class(kind)
-        for name, value in found:
+            attributes += _of_class(kind)
+        for name, value in attributes:
             if type(value) not in _EMPTIED or value:
                 for tensor in _tensors_in(value, opened):
                     yield tensor, path, name
@@ -78,22 +78,24 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
             elif isinstance(value, types.FunctionType):
                 codes = [value.__code__]
                 for code in codes:  # and that of functions and comprehensions inside it
-                    codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
-                    for known in code.co_names:
-                        if isinstance(held := value.__globals__.get(known), _HOLDERS):
-                            yield f"{known} (a global variable)", held
+                    codes += [
+                        const for const in code.co_consts if isinstance(const, types.CodeType)
+                    ]
+                    for variable in code.co_names:
+                        if isinstance(holder := value.__globals__.get(variable), _HOLDERS):
+                            yield f"{variable} (a global variable)", holder
 
 
 def _tensors_in(value: Any, opened: dict[int, Any]) -> Iterator[torch.Tensor]:
     """Yields every tensor that a value leads to through objects that are not opened yet."""
     todo: list[tuple[Any, int]] = [(value, 0)]
     while todo:
-        found, depth = todo.pop()
-        if isinstance(found, torch.Tensor):
-            yield found
-        elif depth <= _DEPTH and not isinstance(found, _ATOMS) and id(found) not in opened:
-            opened[id(found)] = found
-            todo += [(inside, depth + 1) for inside in _inside(found)]
+        item, depth = todo.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif depth <= _DEPTH and not isinstance(item, _ATOMS) and id(item) not in opened:
+            opened[id(item)] = item
+            todo += [(inside, depth + 1) for inside in _inside(item)]
 
 
 def _inside(value: Any) -> list[Any]:
@@ -107,4 +109,4 @@ def _inside(value: Any) -> list[Any]:
         return [getattr(value, "base", None)]  # an array that shares memory keeps what it is of
     if library == "torch" or isinstance(value, torch.optim.Optimizer | types.FrameType):
         return []
-    return [held for held in gc.get_referents(value) if not isinstance(held, _ATOMS)]
+    return [referent for referent in gc.get_referents(value) if not isinstance(referent, _ATOMS)]

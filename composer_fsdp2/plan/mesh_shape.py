@@ -49,11 +49,11 @@ class MeshShape:
             world = f"{ranks}, {world} by the tensor_parallel.degree {tensor}"
         if ranks % sequence:
             raise _indivisible("sequence_parallel", sequence, ranks, world)
-        copies, asked = replicate or 1, ""
+        copies, places = replicate or 1, ""
         written = f"data_parallel_shard_degree {shard} x data_parallel_replicate_degree {copies}"
         if tensor > 1 and -1 not in (shard, replicate):
             drawn = cls(shard=shard, replicate=replicate, tensor=tensor).describe()
-            asked = f", and the mesh {drawn} has {shard * copies * tensor} places"
+            places = f", and the mesh {drawn} has {shard * copies * tensor} places"
         if shard == -1:
             shard = ranks // copies
         elif replicate == -1:
@@ -61,7 +61,7 @@ class MeshShape:
         if shard * (replicate or 1) != ranks:
             raise ConfigError(
                 f"{written} does not multiply to {world}. Every rank must hold exactly "
-                f"one shard of one copy{asked}. Set degrees whose product is {ranks}, or "
+                f"one shard of one copy{places}. Set degrees whose product is {ranks}, or "
                 "leave one of them at -1 to have it filled in."
             )
         if config.gradient_sync == "reduce_scatter_only" and (replicate or 1) == 1:

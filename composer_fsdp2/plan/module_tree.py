@@ -207,9 +207,14 @@ def attribute_of(module: nn.Module, name: str, default: object = None) -> Any:
     torch then looks in three places and formats an error, which takes longer than all else that is
     asked about a module here. Not for parameters and buffers.
     """
-    kind, own = type(module), vars(module)
+    kind, attributes = type(module), vars(module)
     looks_elsewhere = kind.__getattr__ is not nn.Module.__getattr__
-    if looks_elsewhere or name in own or name in own["_modules"] or hasattr(kind, name):
+    if (
+        looks_elsewhere
+        or name in attributes
+        or name in attributes["_modules"]
+        or hasattr(kind, name)
+    ):
         return getattr(module, name, default)
     return default
 
@@ -220,10 +225,10 @@ def may_be_unit(tree: ModuleTree, index: int) -> bool:
     `MultiheadAttention` reads its projection's weight without calling it. Parts of a
     parametrization belong to the module whose weight they compute.
     """
-    entry = tree.paths[index]
-    parent = tree.paths[entry.parent].module if entry.parent >= 0 else None
+    module_path = tree.paths[index]
+    parent = tree.paths[module_path.parent].module if module_path.parent >= 0 else None
     reads_parts = isinstance(parent, nn.MultiheadAttention | parametrize.ParametrizationList)
-    return has_forward(entry.module) and not reads_parts
+    return has_forward(module_path.module) and not reads_parts
 
 
 def tied_groups(model: nn.Module | ModuleTree) -> tuple[tuple[str, ...], ...]:
@@ -285,7 +290,9 @@ def canonical_param_ids(refs: Iterable[ParamRef]) -> dict[int, int]:
     representative = {key: key for key in first}
     for group in (refs for refs in by_storage.values() if len(refs) > 1):
         # Many parameters may share a file mapping without touching each other.
-        extents = sorted(((*_extent(ref.param), ref) for ref in group), key=lambda one: one[0])
+        extents = sorted(
+            ((*_extent(ref.param), ref) for ref in group), key=lambda extent: extent[0]
+        )
         holder_start, holder_end, holder = extents[0]
         for start, end, ref in extents[1:]:
             if start >= holder_end:
@@ -324,5 +331,5 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     `None` for one without elements or without a memory of the usual kind. Strides are not looked
     at, so that two tensors whose bytes overlap here may have none in common.
     """
-    usual = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return (storage_id(tensor), *_extent(tensor)) if usual and tensor.numel() else None
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return (storage_id(tensor), *_extent(tensor)) if is_plain and tensor.numel() else None

@@ -91,10 +91,10 @@ def block_positions(tree: ModuleTree) -> dict[str, tuple[int, int]]:
     Returns:
         By the name of each block: its index in its list, and how many blocks the list has.
     """
-    found: dict[str, tuple[int, int]] = {}
+    positions: dict[str, tuple[int, int]] = {}
     for name, module in tree.modules():
         is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-        if not is_list or any(outer in found for outer in outer_names(name)):
+        if not is_list or any(outer in positions for outer in outer_names(name)):
             continue
         # `children()` would leave out a block that is registered a second time.
         members = {
@@ -105,8 +105,8 @@ def block_positions(tree: ModuleTree) -> dict[str, tuple[int, int]]:
         parted = [m for m in members.values() if m is not None and m._modules and has_forward(m)]
         if len(kinds) == 1 and len(parted) == len(members):
             for index, key in enumerate(members):
-                found[child_name(name, key)] = index, len(members)
-    return found
+                positions[child_name(name, key)] = index, len(members)
+    return positions
 
 
 def outer_names(name: str) -> Iterator[str]:
@@ -128,7 +128,7 @@ def block_ids(target: int | str | tuple[int | str, ...], count: int) -> set[int]
     if isinstance(target, int):
         return set(range(min(target, count)))
     words = target if isinstance(target, str) else ",".join(map(str, target))
-    found: set[int] = set()
+    ids: set[int] = set()
     for kind, first, last in _WORDS.findall(words.replace(" ", "")):
         number = int(first)
         if number >= count and not kind and not last:
@@ -139,8 +139,8 @@ def block_ids(target: int | str | tuple[int | str, ...], count: int) -> set[int]
         starts = {"first": 0, "middle": (count - 1) // 2 - number // 2, "last": count - number}
         start = max(starts.get(kind, number), 0)
         end = start + number if kind else number + 1
-        found.update(range(start, min(int(last) if last else end, count)))
-    return found
+        ids.update(range(start, min(int(last) if last else end, count)))
+    return ids
 
 
 _WORDS = re.compile(r"(?:([a-z]+)-)?(\d+)(?:-(\d+))?")

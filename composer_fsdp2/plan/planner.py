@@ -111,8 +111,8 @@ def plan_wrapping(
     name_joined(tree, ends, units, chosen)
 
     owned = _owned(tree, refs, ties, units)
-    for unit, held in owned.items():
-        sizes.warn_of_large(tree.paths[unit].path, held)
+    for unit, unit_refs in owned.items():
+        sizes.warn_of_large(tree.paths[unit].path, unit_refs)
     made = [*_make_units(tree, owned, weight_of, units, chosen, reshard_after_forward)]
     if tied_weights == "error":
         problems += _forbidden_ties(tree, units, ties)
@@ -184,9 +184,9 @@ def _settle_units(
     """
     while True:
         units: list[int] = []
-        for entry in tree.paths:
-            above = units[entry.parent] if entry.parent >= 0 else -1
-            key = id(entry.module)
+        for module_path in tree.paths:
+            above = units[module_path.parent] if module_path.parent >= 0 else -1
+            key = id(module_path.module)
             units.append(tree.first_path[key] if key in chosen else above)
         added: dict[int, Decision] = {}
         if any(units[ref.path_index] < 0 for ref in refs):
@@ -197,8 +197,8 @@ def _settle_units(
                 if parent not in chosen:
                     added[parent] = Decision(wrap=True, reason=f"holds tied '{group[0].name}'")
         if not added and sizes is not None:
-            taken = {*chosen, *refused}
-            added = divide_units(tree, _owned(tree, refs, ties, units), chosen, taken, sizes)
+            unavailable = {*chosen, *refused}
+            added = divide_units(tree, _owned(tree, refs, ties, units), chosen, unavailable, sizes)
         if not added:
             return units
         if id(tree.root) in added and not has_forward(tree.root):
@@ -281,9 +281,11 @@ def _make_units(
 def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]) -> dict[int, int]:
     """Maps first paths of units inside another unit to that of the unit around them."""
     return {
-        tree.first_path[id(entry.module)]: units[entry.parent]
-        for entry in tree.paths
-        if id(entry.module) in chosen and entry.parent >= 0 and units[entry.parent] >= 0
+        tree.first_path[id(module_path.module)]: units[module_path.parent]
+        for module_path in tree.paths
+        if id(module_path.module) in chosen
+        and module_path.parent >= 0
+        and units[module_path.parent] >= 0
     }
 
 
@@ -294,10 +296,10 @@ def _resolve_reshard(decision: Decision, used_at_once: bool, run_reshard: Reshar
     a run-wide int leaves it alone for the same reason. One with nothing to train below it (a
     teacher) has no backward, and would be kept for good.
     """
-    own = decision.settings.reshard_after_forward
-    reshard = run_reshard if own is None else own
+    unit_reshard = decision.settings.reshard_after_forward
+    reshard = run_reshard if unit_reshard is None else unit_reshard
     if isinstance(reshard, bool):
         return reshard
     if reshard == "auto":
         return not used_at_once
-    return False if used_at_once and own is None else reshard
+    return False if used_at_once and unit_reshard is None else reshard

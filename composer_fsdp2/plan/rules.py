@@ -109,8 +109,8 @@ def policy_rules(tree: ModuleTree, policy: WrapPolicy) -> list[Rule]:
     rules = [by_name(selector.pattern, selector.settings) for selector in policy.names]
     rules += [by_class(selector.pattern, settings=selector.settings) for selector in policy.classes]
     if policy.embeddings:
-        found = [module for _, module in tree.modules() if isinstance(module, nn.Embedding)]
-        rules.append(_members(found, "embeddings", policy.embeddings, problems))
+        embeddings = [module for _, module in tree.modules() if isinstance(module, nn.Embedding)]
+        rules.append(_members(embeddings, "embeddings", policy.embeddings, problems))
     if policy.lm_head:
         rules.append(_members(output_heads(tree), "lm_head", policy.lm_head, problems, role="head"))
     if policy.min_num_params is not None:
@@ -129,24 +129,24 @@ def find_embedding_and_head(tree: ModuleTree, policy: WrapPolicy) -> dict[int, D
     Each is gathered once a step, as in the root. Only ends of models that name both (by Hugging
     Face's getters, which MPT has too), whose weights nothing else holds, and of some size.
     """
-    found: dict[int, tuple[nn.Module, Decision]] = {}
+    candidates: dict[int, tuple[nn.Module, Decision]] = {}
     for _, owner in tree.modules():
         embedding, head = _asked(owner, "get_input_embeddings"), _asked(owner, _HEAD)
         if head is None or head is embedding:
             continue  # without a head of its own, logits may come from the embedding
         if policy.embeddings is None and isinstance(embedding, nn.Embedding):
             decision = Decision(wrap=True, reason="embeddings", role="embedding", is_block=False)
-            found[id(embedding)] = embedding, decision
+            candidates[id(embedding)] = embedding, decision
         if policy.lm_head is None and isinstance(head, nn.Linear):
             decision = Decision(wrap=True, reason="lm_head", role="head", is_block=False)
-            found[id(head)] = head, decision
-    if not found:
+            candidates[id(head)] = head, decision
+    if not candidates:
         return {}
     weight_of = tree.weight_of
     names = Counter(weight_of[id(ref.param)] for ref in tree.params)
     return {
         key: decision
-        for key, (module, decision) in found.items()
+        for key, (module, decision) in candidates.items()
         if sum(param.nbytes for param in module.parameters()) >= WORTH_A_UNIT_BYTES
         and all(names[weight_of.get(id(param), 0)] == 1 for param in module.parameters())
     }
@@ -184,7 +184,7 @@ def with_fp32_islands(
     Raises:
         PlanError: for a pattern that matches nothing.
     """
-    wanted = list(select_modules(tree, "keep_fp32", patterns or ()).values())
+    modules = list(select_modules(tree, "keep_fp32", patterns or ()).values())
     for _, owner in tree.modules() if patterns is None else ():
         # Source: `_keep_in_fp32_modules` is for fp16 alone, `_keep_in_fp32_modules_strict` for
         # bf16 too. Both hold parts of names.
@@ -193,26 +193,26 @@ def with_fp32_islands(
             names |= {*(getattr(owner, "_keep_in_fp32_modules", None) or ())}
         if names:
             inside = owner.named_modules()
-            wanted += [module for name, module in inside if name.rpartition(".")[2] in names]
-    decisions = _islands(wanted, gathered_in)
+            modules += [module for name, module in inside if name.rpartition(".")[2] in names]
+    decisions = _islands(modules, gathered_in)
 
     def rule(name: str, module: nn.Module) -> Decision | None:
-        island, found = decisions.get(id(module)), first_answer(rules, name, module)
-        if island is not None or found is None:
+        island, decision = decisions.get(id(module)), first_answer(rules, name, module)
+        if island is not None or decision is None:
             return island
-        if id(module) not in decisions or not found.wrap:
-            return found
-        return replace(found, settings=replace(found.settings, mixed_precision=FP32))
+        if id(module) not in decisions or not decision.wrap:
+            return decision
+        return replace(decision, settings=replace(decision.settings, mixed_precision=FP32))
 
     return [rule]
 
 
 def _islands(
-    wanted: Iterable[nn.Module], gathered_in: torch.dtype | None
+    modules: Iterable[nn.Module], gathered_in: torch.dtype | None
 ) -> dict[int, Decision | None]:
     """Returns a decision for each outermost module, and `None` for each module inside one."""
     decisions: dict[int, Decision | None] = {}
-    for module in map(inside_wrappers, wanted):
+    for module in map(inside_wrappers, modules):
         first = next(module.parameters(), None)
         if id(module) in decisions or first is None or not has_forward(module):
             continue
@@ -256,16 +256,16 @@ def output_heads(tree: ModuleTree) -> list[nn.Module]:
 def _large_modules(tree: ModuleTree, least: int, before: list[Rule]) -> list[nn.Module]:
     """Finds modules with at least `least` elements outside nested units, from the leaves up."""
     chosen: list[nn.Module] = []
-    held: dict[int, dict[int, int]] = {}
+    params_of: dict[int, dict[int, int]] = {}
     for key in tree.postorder:
         index = tree.first_path[key]
-        entry = tree.paths[index]
-        params = {id(p): p.numel() for p in own_parameters(entry.module)}
-        for child in entry.module.children():
-            params.update(held.get(id(child), {}))
-        picked = first_answer(before, entry.path, entry.module)
+        module_path = tree.paths[index]
+        params = {id(p): p.numel() for p in own_parameters(module_path.module)}
+        for child in module_path.module.children():
+            params.update(params_of.get(id(child), {}))
+        picked = first_answer(before, module_path.path, module_path.module)
         large = sum(params.values()) >= least and may_be_unit(tree, index)
         if large and not picked:
-            chosen.append(entry.module)
-        held[key] = {} if picked or large else params
+            chosen.append(module_path.module)
+        params_of[key] = {} if picked or large else params
     return chosen

@@ -127,7 +127,7 @@ def divide_units(
     tree: ModuleTree,
     owned: Owned,
     chosen: Mapping[int, Decision],
-    taken: Container[int],
+    unavailable: Container[int],
     sizes: UnitSizes,
 ) -> dict[int, Decision]:
     """Makes units of modules whose unit has several dtypes, else of those whose unit is large."""
@@ -138,7 +138,7 @@ def divide_units(
             if isinstance(precision := settings.mixed_precision, PrecisionSpec):
                 # The output dtype is that of what leaves the whole unit.
                 settings = replace(settings, mixed_precision=replace(precision, output_dtype=None))
-            for key, reason in parts_of(tree, unit, refs, taken, sizes):
+            for key, reason in parts_of(tree, unit, refs, unavailable, sizes):
                 added[key] = Decision(wrap=True, reason=reason, settings=settings, is_block=False)
         if added:
             break
@@ -146,15 +146,19 @@ def divide_units(
 
 
 def _largest_parts(
-    tree: ModuleTree, unit: int, refs: Sequence[ParamRef], taken: Container[int], sizes: UnitSizes
+    tree: ModuleTree,
+    unit: int,
+    refs: Sequence[ParamRef],
+    unavailable: Container[int],
+    sizes: UnitSizes,
 ) -> Iterator[tuple[int, str]]:
     """Yields the largest modules directly inside, as many as must leave for the rest to fit."""
-    if sizes.most is None or (left := sizes.bytes_of(refs)) <= sizes.most:
+    if sizes.most is None or (size := sizes.bytes_of(refs)) <= sizes.most:
         return
     outermost: dict[int, set[int | None]] = defaultdict(set)
     for ref in refs:
         line = tree.line_to(ref.path_index, unit)
-        part = next((tree.key_of(index) for index in line if _fits(tree, index, taken)), None)
+        part = next((tree.key_of(index) for index in line if _fits(tree, index, unavailable)), None)
         outermost[id(ref.param)].add(part)
     inside: dict[int, list[ParamRef]] = defaultdict(list)
     for ref in refs:
@@ -162,14 +166,18 @@ def _largest_parts(
         if part is not None and not others:  # a weight shared between two of them stays
             inside[part].append(ref)
     for part in sorted(inside, key=lambda part: -sizes.bytes_of(inside[part])):
-        if left <= sizes.most:
+        if size <= sizes.most:
             break
-        left -= sizes.bytes_of(inside[part])
+        size -= sizes.bytes_of(inside[part])
         yield part, "max_unit_bytes"
 
 
 def _other_dtypes(
-    tree: ModuleTree, unit: int, refs: Sequence[ParamRef], taken: Container[int], _sizes: UnitSizes
+    tree: ModuleTree,
+    unit: int,
+    refs: Sequence[ParamRef],
+    unavailable: Container[int],
+    _sizes: UnitSizes,
 ) -> Iterator[tuple[int, str]]:
     """Yields modules to take out so that what is left has one dtype.
 
@@ -189,19 +197,19 @@ def _other_dtypes(
     leaving: dict[torch.dtype, dict[int, None]] = defaultdict(dict)
     stuck: set[torch.dtype] = set()
     for dtype, line in lines:
-        pure = (i for i in line if len(inside[i]) == 1 and _fits(tree, i, taken))
+        pure = (i for i in line if len(inside[i]) == 1 and _fits(tree, i, unavailable))
         if (first := next(pure, None)) is None:
             stuck.add(dtype)
         else:
             leaving[dtype][tree.key_of(first)] = None
-    kept = max(stuck or elements, key=lambda dtype: elements[dtype])
+    main_dtype = max(stuck or elements, key=lambda dtype: elements[dtype])
     for dtype in elements:
-        for key in leaving[dtype] if dtype != kept else ():
+        for key in leaving[dtype] if dtype != main_dtype else ():
             yield key, f"dtype {str(dtype).removeprefix('torch.')}"
 
 
-def _fits(tree: ModuleTree, index: int, taken: Container[int]) -> bool:
-    free = tree.key_of(index) not in taken and not is_wrapper(tree.paths[index].module)
+def _fits(tree: ModuleTree, index: int, unavailable: Container[int]) -> bool:
+    free = tree.key_of(index) not in unavailable and not is_wrapper(tree.paths[index].module)
     return free and may_be_unit(tree, index)
 
 
@@ -218,10 +226,10 @@ def frozen_elements(model: nn.Module, plan: WrapPlan) -> dict[str, int]:
         The number of elements over all ranks, by the name of a unit (its first module).
     """
     params = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for unit in plan.units:
-        held = {id(params[name]): params[name] for name in unit.params}
-        count = sum(param.numel() for param in held.values() if not param.requires_grad)
+        unit_params = {id(params[name]): params[name] for name in unit.params}
+        count = sum(param.numel() for param in unit_params.values() if not param.requires_grad)
         if count:
-            found[unit.module] = count
-    return found
+            counts[unit.module] = count
+    return counts

@@ -115,8 +115,8 @@ class WrapPlan:
         inner = [unit for unit in self.units if not unit.top_level]
         names = {unit.module for unit in inner if unit.is_block}
         parents = {name.rpartition(".")[0] for name in names}
-        found = names - {outer for name in parents for outer in outer_names(name)}
-        return tuple(unit.module for unit in inner if unit.module in found)
+        innermost = names - {outer for name in parents for outer in outer_names(name)}
+        return tuple(unit.module for unit in inner if unit.module in innermost)
 
     def __str__(self) -> str:
         """Returns the plan as a table."""
