@@ -53,12 +53,12 @@ class Accumulation:
         self,
         units: Mapping[str, FSDPModule],
         sync: GradientSync = "last",
-        kept: Collection[str] = (),
+        unsharded: Collection[str] = (),
         abort: Callable[[], object] | None = None,
     ) -> None:
         self._units, self._sync = dict(units), sync
         self._abort = abort or functools.partial(reset, units.values())
-        self._kept = [units[name] for name in kept]
+        self._kept = [units[name] for name in unsharded]
         self._new = dict(units) if sync == "last" else {}
         self._before: dict[str, FSDPModule] = {}
         self._again: dict[str, FSDPModule] = {}

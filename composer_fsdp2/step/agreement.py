@@ -91,7 +91,7 @@ class Agreement:
         for group in self._parts:
             parts: list[list[Any]] = [[]] * dist.get_world_size(group)
             dist.all_gather_object(parts, values, group=group)
-            values = [one for part in parts for one in part]
+            values = [rank_value for part in parts for rank_value in part]
         return values
 
     def _reduced(self, numbers: Sequence[int], operation: Any) -> list[int]:

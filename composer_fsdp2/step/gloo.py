@@ -30,7 +30,7 @@ _SIOCGIFADDR = 0x8915
 
 def takes_cpu_tensors(backends: str) -> bool:
     """Whether a group of these backends, such as `cpu:gloo,cuda:nccl`, sends CPU tensors."""
-    return any(one.partition(":")[0] == "cpu" for one in backends.split(","))
+    return any(backend.partition(":")[0] == "cpu" for backend in backends.split(","))
 
 
 def gloo_groups(
@@ -78,9 +78,9 @@ def _name_interface() -> None:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place, 1))  # sends nothing, and chooses a way
-        own = socket.inet_aton(probe.getsockname()[0])
+        address = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # of one without an address
-                asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if asked[20:24] == own:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if answer[20:24] == address:
                     os.environ["GLOO_SOCKET_IFNAME"] = name

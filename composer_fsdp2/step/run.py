@@ -180,12 +180,12 @@ class Run:
         """Tells the units which microbatch is the last of its batch."""
         sync = self.settings.gradient_sync
         # Units that keep their parameters until backward keep them for the microbatches to come.
-        kept = [u.module for u in self.plan.units if u.reshard_after_forward is False]
-        return Accumulation(self.units, sync, kept if sync == "last" else (), self.abort)
+        unsharded = [u.module for u in self.plan.units if u.reshard_after_forward is False]
+        return Accumulation(self.units, sync, unsharded if sync == "last" else (), self.abort)
 
     def listener(self, kind: type[Listener]) -> Listener | None:
         """Returns the listener of a class; `None` where this run needs none."""
-        return next((one for one in self.listeners if isinstance(one, kind)), None)
+        return next((listener for listener in self.listeners if isinstance(listener, kind)), None)
 
     def start(self, step: Iterable[type[StepListener]]) -> None:
         """Makes the listeners, in their order, and begins to call them.
@@ -202,10 +202,10 @@ class Run:
         # Torch drops what a forward hook raises after an error: no hook could exchange the error.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/nn/modules/module.py#L1857
         self.model.forward = _Forward(self, self.model.forward)
-        held = weakref.ref(self)
+        run_ref = weakref.ref(self)
 
         def hear_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if (run := held()) is not None:
+            if (run := run_ref()) is not None:
                 run._hear_any_step(optimizer)
 
         # Never removed: the model may be collected while torch goes through these hooks.

@@ -49,17 +49,17 @@ class Snapshot:
 
         On their device, for they are kept in every batch: the host would wait for each of them.
         """
-        held = [module._buffers for module in model.modules() if module._buffers]
-        self._kept += [_keep(buffers, on_cpu=False) for buffers in held]
+        dicts = [module._buffers for module in model.modules() if module._buffers]
+        self._kept += [_keep(buffers, on_cpu=False) for buffers in dicts]
 
     def keep_metric(self, metric: nn.Module) -> None:
         """Keeps the sums of a metric, in lists or in tensors, on their device."""
         for module in metric.modules():
-            held = {name: _held(value) for name, value in vars(module).items()}
+            attributes = {name: _held(value) for name, value in vars(module).items()}
             # Copied again: another attempt adds to what the first one was given.
             self._kept.append(
-                lambda module=module, held=held: vars(module).update(
-                    {name: _held(value) for name, value in held.items()}
+                lambda module=module, attributes=attributes: vars(module).update(
+                    {name: _held(value) for name, value in attributes.items()}
                 )
             )
 
@@ -87,16 +87,18 @@ class Snapshot:
 def _keep(value: Any, *, on_cpu: bool = True) -> Callable[[], Any]:
     """Returns a function that gives the same object back, with the values it has now."""
     if isinstance(value, torch.Tensor):
-        own = local_part(value.detach())
-        return functools.partial(_fill, value, own.to("cpu" if on_cpu else own.device, copy=True))
+        local = local_part(value.detach())
+        return functools.partial(
+            _fill, value, local.to("cpu" if on_cpu else local.device, copy=True)
+        )
     if isinstance(value, dict):
-        kept: Any = getattr(value, "kept", None)
-        if kept is not None:
-            return kept()  # state that is kept in another form than it is read
-        inside = {key: _keep(one, on_cpu=on_cpu) for key, one in value.items()}
+        keep: Any = getattr(value, "kept", None)
+        if keep is not None:
+            return keep()  # state that is kept in another form than it is read
+        inside = {key: _keep(item, on_cpu=on_cpu) for key, item in value.items()}
         return functools.partial(_fill_dict, value, inside)
     if isinstance(value, list):
-        return functools.partial(_fill_list, value, [_keep(one) for one in value])
+        return functools.partial(_fill_list, value, [_keep(item) for item in value])
     return lambda: value
 
 
@@ -105,22 +107,22 @@ def _fill(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _fill_dict(held: dict[Any, Any], inside: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+def _fill_dict(target: dict[Any, Any], inside: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
     values = {key: put_back() for key, put_back in inside.items()}
-    held.clear()
-    held.update(values)
-    return held
+    target.clear()
+    target.update(values)
+    return target
 
 
-def _fill_list(held: list[Any], inside: Sequence[Callable[[], Any]]) -> list[Any]:
-    held[:] = [put_back() for put_back in inside]
-    return held
+def _fill_list(target: list[Any], inside: Sequence[Callable[[], Any]]) -> list[Any]:
+    target[:] = [put_back() for put_back in inside]
+    return target
 
 
 def _held(value: Any) -> Any:
     """Copies a value that may be added to in place; tensors of a list never are."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, dict) and any(isinstance(one, torch.Tensor) for one in value.values()):
-        return {name: _held(one) for name, one in value.items()}
+    if isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values()):
+        return {name: _held(item) for name, item in value.items()}
     return list(value) if isinstance(value, list) else value

@@ -190,10 +190,10 @@ class UnusedParameters(StepListener):
 
     def _agree(self, params: list[Any]) -> list[int]:
         """Returns by how many ranks each parameter was used. Collective: yes."""
-        flags, own = list[int](), list[int]()
+        flags, indices = list[int](), list[int]()
         for param in params:
             place, holders = self._places.get(param, (0, 1))
-            own.append(len(flags) + place)
+            indices.append(len(flags) + place)
             flags += [int(param in self._used and place == other) for other in range(holders)]
         # A sum with one summand is rank 0's number, in the collective that is sent anyway.
         number = 0 if dist.get_rank() else self._complete
@@ -202,7 +202,7 @@ class UnusedParameters(StepListener):
         if self._comparing:
             # After a step that was aborted ranks may be a backward apart, and old keys be left.
             self._complete = number + 2
-        return [counts[index] for index in own]
+        return [counts[index] for index in indices]
 
     def aborted(self) -> None:
         """Starts anew. Collective: no."""
