@@ -125,27 +125,28 @@ def mesh_of(run: RunFacts) -> MeshShape | None:
         return None
 
 
-def memory_findings(found: Forecast, gpu: LocalGpu) -> Iterator[Finding]:
+def memory_findings(forecast: Forecast, gpu: LocalGpu) -> Iterator[Finding]:
     """Yields a finding where a step is predicted to need more than the memory of a GPU.
 
     Args:
-        found: of the run.
+        forecast: of the run.
         gpu: that it runs on.
     """
-    kept = sum(size for kind, size in found.held.items() if kind not in found.on_host)
-    whole, how = gpu.memory_bytes, "--search` finds settings that fit."
-    if kept > whole:
+    state_bytes = sum(size for kind, size in forecast.held.items() if kind not in forecast.on_host)
+    gpu_bytes, how = gpu.memory_bytes, "--search` finds settings that fit."
+    if state_bytes > gpu_bytes:
         yield Finding(
             "problem",
-            f"Parameters, gradients and optimizer state take {size_text(kept)} of each rank, and "
-            f"{gpu.name} has {size_text(whole)}. The first step would run out of memory.",
+            f"Parameters, gradients and optimizer state take {size_text(state_bytes)} of each "
+            f"rank, and {gpu.name} has {size_text(gpu_bytes)}. The first step would run out "
+            "of memory.",
             f"Use more ranks, or optimizer_state; `composer-fsdp2 plan RUN.yaml {how}",
         )
-    elif not fits(found, whole / 2**30):
+    elif not fits(forecast, gpu_bytes / 2**30):
         yield Finding(
             "warning",
-            f"A step is predicted to need {size_text(found.peak_bytes)}, and {gpu.name} has "
-            f"{size_text(whole)}, some of which CUDA and NCCL take. It may run out of memory.",
+            f"A step is predicted to need {size_text(forecast.peak_bytes)}, and {gpu.name} has "
+            f"{size_text(gpu_bytes)}, some of which CUDA and NCCL take. It may run out of memory.",
             f"Use a smaller microbatch, or recompute; `composer-fsdp2 plan RUN.yaml {how}",
         )
 
@@ -160,27 +161,32 @@ def examine(
         run: what is asked for.
         rehearsed: what going through the run found.
     """
-    found = [*_versions(machine), *_patches(machine), *_members(machine), *_architectures(machine)]
-    found += [*_environment(machine, run), *_network(machine, run)]
+    findings = [
+        *_versions(machine),
+        *_patches(machine),
+        *_members(machine),
+        *_architectures(machine),
+    ]
+    findings += [*_environment(machine, run), *_network(machine, run)]
     if run is not None:
-        found += _asked(run)
+        findings += _asked(run)
         if run.settings is not None:
-            found += [*_mesh(run, run.settings), *_memory(run, run.settings)]
+            findings += [*_mesh(run, run.settings), *_memory(run, run.settings)]
             if run.on_gpus:
-                asked, one_node = run.settings.communication, run.nodes == 1
-                found += (
+                communication, one_node = run.settings.communication, run.nodes == 1
+                findings += (
                     Finding("problem" if lack.needed else "warning", f"{lack.what}.", lack.advice)
                     for lack in missing_for(
-                        asked, machine.environment, machine.nccl, one_node=one_node
+                        communication, machine.environment, machine.nccl, one_node=one_node
                     )
                 )
-    found += [finding for finding in rehearsed if finding not in found]
-    return sorted(found, key=lambda finding: finding.level != "problem")
+    findings += [finding for finding in rehearsed if finding not in findings]
+    return sorted(findings, key=lambda finding: finding.level != "problem")
 
 
 def _warnings(*rows: tuple[object, str, str]) -> Iterator[Finding]:
     """Yields the rows whose first value is true, each with its sentence and its advice."""
-    return (Finding("warning", what, advice) for holds, what, advice in rows if holds)
+    return (Finding("warning", problem, advice) for holds, problem, advice in rows if holds)
 
 
 # --- What is installed. ---
@@ -234,14 +240,14 @@ def _patches(machine: Machine) -> Iterator[Finding]:
             "for it stops with a PatchError.",
             f"Do without it, or install {' and '.join(needed)}.",
         )
-    known = {patch.versions for patch in machine.patches if patch.versions.startswith("mosaicml ")}
+    tested = {patch.versions for patch in machine.patches if patch.versions.startswith("mosaicml ")}
     installed = (machine.versions.get("mosaicml") or "").partition("+")[0]
     yield from _warnings(
         (
-            known and not off and f"mosaicml {installed}" not in known,
+            tested and not off and f"mosaicml {installed}" not in tested,
             f"mosaicml {installed} is not a version this package was tested with "
-            f"({', '.join(known)}). All that it replaces is unchanged there; the rest may not be.",
-            f"Install {' or '.join(known)} if something goes wrong.",
+            f"({', '.join(tested)}). All that it replaces is unchanged there; the rest may not be.",
+            f"Install {' or '.join(tested)} if something goes wrong.",
         )
     )
 
@@ -268,11 +274,11 @@ def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
 
     Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#binary-compatibility
     """
-    known = re.findall(r"\b(sm|compute)_(\d+)(\d)", " ".join(built_for))
-    return not known or any(
+    architectures = re.findall(r"\b(sm|compute)_(\d+)(\d)", " ".join(built_for))
+    return not architectures or any(
         (int(major), int(minor)) <= capability
         and (kind == "compute" or int(major) == capability[0])
-        for kind, major, minor in known
+        for kind, major, minor in architectures
     )
 
 
@@ -323,12 +329,15 @@ def _network(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         written = machine.environment.get(name, "")
         # NCCL takes beginnings of names, after `=` whole ones, and after `^` those it may not use.
-        whole = name.startswith("GLOO") or written.startswith("=")
+        is_exact = name.startswith("GLOO") or written.startswith("=")
         names = written.lstrip("=").split(",")
-        found = [one in here if whole else any(i.startswith(one) for i in here) for one in names]
+        matches = [
+            interface in here if is_exact else any(i.startswith(interface) for i in here)
+            for interface in names
+        ]
         yield from _warnings(
             (
-                written and not written.startswith("^") and not any(found),
+                written and not written.startswith("^") and not any(matches),
                 f"{name} is {written}, and the interfaces of this machine are {', '.join(here)}. "
                 "Ranks could not connect here.",
                 "Write the name of the interface that the nodes share; `ip address` lists them.",
@@ -336,10 +345,10 @@ def _network(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
         )
     if run is None or run.settings is None:
         return
-    asked = run.settings
+    settings = run.settings
     # Groups for agreements, others for the order of collectives, and those of saves.
-    saves = asked.async_save and 1 + (asked.data_parallel_replicate_degree not in (None, 1))
-    agreements = (1 + (asked.order_check != "never")) * neighbours(run.ranks)
+    saves = settings.async_save and 1 + (settings.data_parallel_replicate_degree not in (None, 1))
+    agreements = (1 + (settings.order_check != "never")) * neighbours(run.ranks)
     sockets = agreements + saves * (run.ranks - 1) + 100
     yield from _warnings(
         (
@@ -409,7 +418,7 @@ def _mesh(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
     # Ranks of the groups that keep a copy between forward and backward.
     size = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
     # With tensor parallelism the network carries a part of each parameter already.
-    whole = shape.tensor == 1
+    no_tensor_parallel = shape.tensor == 1
     sizes = ", ".join(str(n) for n in range(2, per_node + 1) if per_node % n == 0)
     advice = (
         f"If a node holds a whole copy: {_SHARD}_degree: {per_node} and {_REPLICATE}_degree: -1."
@@ -432,13 +441,13 @@ def _mesh(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
             f"Use one of {sizes}." if sizes else "Leave tensor parallelism out.",
         ),
         (
-            whole and crosses(shape.shard),
+            no_tensor_parallel and crosses(shape.shard),
             f"The {shape.shard} ranks of one copy are on more than one node: parameters are "
             "gathered over the network between them.",
             advice,
         ),
         (
-            whole and size is not None and crosses(size),
+            no_tensor_parallel and size is not None and crosses(size),
             f"reshard_after_forward is {size}, and groups of {size} ranks do not fit into "
             f"nodes of {per_node}: the gathers of backward go over the network as well.",
             f"Use {per_node}, or a divisor of it.",
@@ -503,10 +512,10 @@ def report_lines(
     parts = [f"{n} {level}{'' if n == 1 else 's'}" for level, n in counts.items() if n]
     colour = "red" if counts["problem"] else "yellow" if parts else "green"
     lines: list[Line] = [(f"{', '.join(parts)}:" if parts else "Nothing to warn of.", colour)]
-    for found in findings:
-        what = _wrapped(f"{found.level}: ", found.what)
-        lines += [(text, _COLOURS[found.level]) for text in what]
-        lines += [(text, None) for text in _wrapped("  do: ", found.advice)]
+    for finding in findings:
+        problem = _wrapped(f"{finding.level}: ", finding.what)
+        lines += [(text, _COLOURS[finding.level]) for text in problem]
+        lines += [(text, None) for text in _wrapped("  do: ", finding.advice)]
     about_run = [] if run is None else ["The run:", *_labelled(describe_run(run))]
     names = [f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in machine.gpus]
     kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
@@ -528,9 +537,9 @@ def report_lines(
     )
     room = _MOST - len(lines) - len(installed)
     if not verbose and len(about_run) > room:
-        kept = max(room - 1, 0)
-        more = f"... {len(about_run) - kept} more lines about the run with --verbose"
-        about_run = [*about_run[:kept], more][: max(room, 0)]
+        shown_lines = max(room - 1, 0)
+        more = f"... {len(about_run) - shown_lines} more lines about the run with --verbose"
+        about_run = [*about_run[:shown_lines], more][: max(room, 0)]
     plain = [*about_run, *installed, *_relied_on(machine, verbose=verbose)]
     return lines + [(text, None) for text in plain]
 
@@ -635,7 +644,7 @@ def describe_run(run: RunFacts) -> list[tuple[str, str]]:
         lines.append(("precision", f"{text}, reduces gradients in {dtypes[1]}"))
     reshard, kind = settings.reshard_after_forward, settings.state_dict_type
     text = _RESHARDS.get(reshard, f"after forward, groups of {reshard} ranks keep one copy")
-    init, known = run.value("model.init_device"), known_settings()
+    init, declared = run.value("model.init_device"), known_settings()
     return [
         *lines,
         ("reshard", f"{str(reshard).lower()}: {text}"),
@@ -644,7 +653,7 @@ def describe_run(run: RunFacts) -> list[tuple[str, str]]:
         *(
             (name, ascii_repr(value))
             for name, value in run.written.items()
-            if name in known and name not in _OWN_LINES and value != known[name].default
+            if name in declared and name not in _OWN_LINES and value != declared[name].default
         ),
     ]
 

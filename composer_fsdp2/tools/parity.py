@@ -118,8 +118,8 @@ class Job:
 
     def value(self, key: str, default: Any = None) -> Any:
         """Returns a setting, interpolations resolved; the default for a missing one and null."""
-        found = OmegaConf.select(self.config, key)
-        return default if found is None else found
+        setting = OmegaConf.select(self.config, key)
+        return default if setting is None else setting
 
     def set(self, key: str, value: Any) -> None:
         """Changes a setting."""
@@ -144,9 +144,9 @@ def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[str, str]]:
         read = [OmegaConf.to_container(config, resolve=True) for config in (old, new)]
     except OmegaConfBaseException:  # a resolver that `code_paths` registers
         read = [OmegaConf.to_container(config) for config in (old, new)]
-    ours, theirs = (dict(_leaves(one)) for one in read)
+    ours, theirs = (dict(_leaves(leaves)) for leaves in read)
     shown = {
-        key: tuple(repr(one[key]) if key in one else "not set" for one in (ours, theirs))
+        key: tuple(repr(leaves[key]) if key in leaves else "not set" for leaves in (ours, theirs))
         for key in (*ours, *theirs)
     }
     # 1 and 1.0 are the same to a run.
@@ -176,8 +176,8 @@ def check_same(old: DictConfig, new: DictConfig, *, allow: bool = False) -> list
     Raises:
         ConfigError: with the settings that differ.
     """
-    found = differences(old, new).items()
-    lines = [f"  {key}: {before} -> {after}" for key, (before, after) in found]
+    changes = differences(old, new).items()
+    lines = [f"  {key}: {before} -> {after}" for key, (before, after) in changes]
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
     told = "\n".join(["OLD and NEW are different jobs:", *lines])
@@ -192,13 +192,13 @@ def check_same(old: DictConfig, new: DictConfig, *, allow: bool = False) -> list
 
 def overrides_for(config: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Returns the overrides for one configuration: of a sharding block, only if it has that."""
-    found = []
+    applied = []
     for item in overrides:
         path = item.partition("=")[0].split(".")
         block = ".".join(path[: 2 if path[0] == "parallelism_config" else 1])
         if path[0] not in SHARDING or OmegaConf.select(config, block) is not None:
-            found.append(item)
-    return found
+            applied.append(item)
+    return applied
 
 
 # --- Changes of both. ---
@@ -348,8 +348,8 @@ class RunComparison:
     def values(self, quantity: str) -> list[tuple[float, float, float]]:
         """Returns the old value, the new one and their relative difference of each step."""
         pairs = zip(self.old, self.new, strict=True)
-        found = ((getattr(old, quantity), getattr(new, quantity)) for old, new in pairs)
-        return [(old, new, relative_difference(old, new)) for old, new in found]
+        steps = ((getattr(old, quantity), getattr(new, quantity)) for old, new in pairs)
+        return [(old, new, relative_difference(old, new)) for old, new in steps]
 
     def largest(self, quantity: str) -> tuple[float, int]:
         """Returns the largest difference of a quantity, and the first step that has it."""
@@ -388,14 +388,16 @@ class RunComparison:
         Args:
             source: where the tolerance is from, for the reader.
         """
-        found = {name: self.largest(quantity) for quantity, name in QUANTITIES.items()}
-        largest = ", ".join(f"{name} {v:.1e} at step {step}" for name, (v, step) in found.items())
+        largest_by_name = {name: self.largest(quantity) for quantity, name in QUANTITIES.items()}
+        largest = ", ".join(
+            f"{name} {v:.1e} at step {step}" for name, (v, step) in largest_by_name.items()
+        )
         lines = [f"Largest relative difference: {largest}"]
         values = zip(*map(self.values, QUANTITIES), strict=True)
         steps = [
             step.number
-            for step, found in zip(self.old, values, strict=True)
-            if not all(math.isfinite(value) for old, new, _ in found for value in (old, new))
+            for step, step_values in zip(self.old, values, strict=True)
+            if not all(math.isfinite(value) for old, new, _ in step_values for value in (old, new))
         ]
         if steps:
             lines.append(
@@ -427,8 +429,8 @@ class RunComparison:
         with file.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.writer(stream)
             writer.writerow(["step", *(f"{q}_{part}" for q in QUANTITIES for part in _PARTS)])
-            for step, *found in rows:
-                writer.writerow([step.number, *(_plain(v) for values in found for v in values)])
+            for step, *cells in rows:
+                writer.writerow([step.number, *(_plain(v) for values in cells for v in values)])
 
 
 def relative_difference(old: float, new: float) -> float:
@@ -462,8 +464,8 @@ def read_steps(file: Path) -> tuple[Step, ...]:
     """Reads the steps in a file of JSON lines, as far as they are written."""
     if not file.is_file():
         return ()
-    whole = file.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
-    return tuple(Step(**json.loads(line)) for line in whole)
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
+    return tuple(Step(**json.loads(line)) for line in lines)
 
 
 def _plain(value: float) -> float | str:

@@ -301,12 +301,15 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[PictureRow]:
     rows = [row(units) for units in groups.values()]
     if len(rows) <= MOST_ROWS:
         return rows
-    largest = sorted(rows, key=lambda one: -one.total)[: MOST_ROWS - 1]
-    small = [one for one in rows if one not in largest]
-    units = tuple(unit for one in small for unit in one.units)
-    still, tied = sum(one.frozen for one in small), tuple(n for one in small for n in one.ties)
+    largest = sorted(rows, key=lambda item: -item.total)[: MOST_ROWS - 1]
+    small = [item for item in rows if item not in largest]
+    units = tuple(unit for item in small for unit in item.units)
+    still, tied = (
+        sum(item.frozen for item in small),
+        tuple(n for item in small for n in item.ties),
+    )
     rest = PictureRow(f"{len(units)} smaller units", 0, "other", units, still, tied)
-    return [*(one for one in rows if one in largest), rest]
+    return [*(item for item in rows if item in largest), rest]
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -418,12 +421,12 @@ def check_picture_path(file: Path, option: str = "--plot") -> None:
             f"{option} is given, and matplotlib is not installed. It draws the picture. Install it "
             "with: pip install 'composer-fsdp2[plot]'"
         ) from None
-    known = Figure().canvas.get_supported_filetypes()
-    if file.suffix.removeprefix(".").lower() not in known:
+    endings = Figure().canvas.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() not in endings:
         raise ConfigError(
             f"{option} is '{file}', and matplotlib writes no files that end in '{file.suffix}'. "
             "The ending decides what kind of picture it is. Write one of .svg, .png, .pdf "
-            f"({', '.join(f'.{name}' for name in sorted(known))} are known)."
+            f"({', '.join(f'.{name}' for name in sorted(endings))} are known)."
         )
     if not file.parent.is_dir():
         raise ConfigError(

@@ -58,16 +58,16 @@ class Answers:
         return -(-self.gpus // _GPUS_PER_NODE) if self.gpus else 1
 
 
-def check_answers(given: Mapping[str, Any]) -> None:
+def check_answers(answers: Mapping[str, Any]) -> None:
     """Refuses answers from which no run can be made.
 
     Args:
-        given: the answers by the names of `Answers`; what is `None` is not checked yet.
+        answers: the answers by the names of `Answers`; what is `None` is not checked yet.
 
     Raises:
         ConfigError: a goal without weights to start from, or GPUs that fill no nodes.
     """
-    model, gpus, goal = given.get("model"), given.get("gpus"), given.get("goal")
+    model, gpus, goal = answers.get("model"), answers.get("gpus"), answers.get("goal")
     if goal is not None and goal not in GOALS:
         raise ConfigError(
             f"The goal {goal!r} is none that init knows.{nearest(goal, GOALS)} "
@@ -248,19 +248,19 @@ def starter_yaml(answers: Answers) -> str:
         tokenizer = str(beside) if beside.is_dir() else _HUB_TOKENIZER
     # The length that the model was trained for, if its folder tells.
     config = _read_json(model, "config.json")
-    known = config.get("max_position_embeddings") or config.get("n_positions")
-    length = min(known, _LONGEST) if isinstance(known, int) and known > 0 else _LONGEST
+    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    length = min(positions, _LONGEST) if isinstance(positions, int) and positions > 0 else _LONGEST
     if shape is not None:
         length = 128 if model == "mpt-tiny" else 2048
     on_gpus, pretrained = answers.gpus > 0, goal != "pretrain"
-    what, rate = {
+    purpose, rate = {
         "pretrain": (f"Trains a model of the shape of {model} from random weights", "6.0e-04"),
         "finetune": (f"Fine-tunes {model}", "2.0e-05"),
         "lora": (f"Trains LoRA adapters of {model}", "2.0e-04"),
     }[goal]
     where = f"{answers.gpus} GPUs" if on_gpus else "two processes of the CPU"
     values = {
-        "what": " ".join(f"{what} on {where}".split()),
+        "what": " ".join(f"{purpose} on {where}".split()),
         "on_gpus": json.dumps(on_gpus),
         "hsdp": _HSDP if answers.nodes > 1 else "",
         "run_name": _quoted(f"{goal}-{Path(model).name or 'run'}".lower()),
@@ -297,7 +297,7 @@ def starter_yaml(answers: Answers) -> str:
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"@(\w+)@", lambda found: values.get(found[1], found[0]), template)
+    return re.sub(r"@(\w+)@", lambda match: values.get(match[1], match[0]), template)
 
 
 def _quoted(text: str) -> str:
@@ -307,20 +307,20 @@ def _quoted(text: str) -> str:
 
 def _loaders(answers: Answers) -> str:
     """Returns the loader to train on, and one to evaluate on where a local folder has a split."""
-    folder, given = Path(answers.data), answers.data
-    looks_local = given.startswith((".", "/", "~")) or folder.exists()
+    folder, data = Path(answers.data), answers.data
+    looks_local = data.startswith((".", "/", "~")) or folder.exists()
     if answers.goal == "pretrain":
         held_out = [name for name in ("val", "test") if (folder / name / "index.json").is_file()]
         kind, form = "text", "shuffle_seed: ${seed}"
         place = "local: ${variables.data}"
-        if "://" in given:
+        if "://" in data:
             place = "remote: ${variables.data}\n    local: /tmp/${run_name}/@split@"
     else:
         names = ("test", "validation", "val")
         held_out = [name for name in names if (folder / f"{name}.jsonl").is_file()]
         kind, form = "finetuning", "decoder_only_format: true\n    allow_pad_trimming: false"
         place = "hf_name: ${variables.data}"
-        if looks_local or "/" not in given:
+        if looks_local or "/" not in data:
             place = "hf_name: json\n    hf_kwargs:\n      data_dir: ${variables.data}"
     text = ""
     for name, split in zip(("train_loader", "eval_loader"), ["train", *held_out], strict=False):

@@ -431,9 +431,9 @@ def finish_fsdp(context: Context) -> bool:
     version2 = any(str(context.value(key)) == "2" for key in ("config.version", "fsdp_version"))
     if version2:
         _ignore_version1(context)
-    given = any(key.startswith(f"degrees.{_SIZE}") for key in entries)
+    has_degree = any(key.startswith(f"degrees.{_SIZE}") for key in entries)
     for strategy in (entries.get(f"config.{key}") for key in _STRATEGY_KEYS):
-        if strategy and strategy.reason.startswith("one copy per node") and not given:
+        if strategy and strategy.reason.startswith("one copy per node") and not has_degree:
             per_node(context, strategy, "FULL_SHARD")
     _count_shards(context)
     join_fp8(context)

@@ -42,8 +42,8 @@ def _same(*names: str) -> tuple[Row, ...]:
 
 def _without_dropped(value: Mapping[str, Any]) -> dict[str, Any]:
     dropped = ("keep_low_precision_grads", "cast_root_forward_inputs")
-    kept = {key: item for key, item in value.items() if key not in dropped}
-    return {"mixed_precision": kept}
+    remaining = {key: item for key, item in value.items() if key not in dropped}
+    return {"mixed_precision": remaining}
 
 
 def _has_dropped_dtypes(value: Any) -> bool:
@@ -333,8 +333,8 @@ def _version2_site(data: Mapping[str, Any], path: Path) -> Site | None:
     if site is None:
         return None
     block = value_at(data, (*site.parent[len(path) :], next(iter(site.keys))))
-    own = {"reshard_after_forward", "device_mesh"}
-    return site if isinstance(block, Mapping) and own & block.keys() else None
+    fsdp2_keys = {"reshard_after_forward", "device_mesh"}
+    return site if isinstance(block, Mapping) and fsdp2_keys & block.keys() else None
 
 
 _VERSION2_ROWS = (
@@ -405,9 +405,9 @@ def _is_mixed(block: Any) -> bool:
     """Whether a block for FSDP2 holds what only another dialect knows."""
     if not isinstance(block, Mapping):
         return block is not None
-    known = {*known_settings(), "version"}
+    fsdp2_keys = {*known_settings(), "version"}
     return (
-        any(key not in known for key in block)
+        any(key not in fsdp2_keys for key in block)
         or isinstance(block.get("version"), str)
         or any(key in block and not _is_count(block[key]) for key in _SHARED)
     )

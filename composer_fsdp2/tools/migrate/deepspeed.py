@@ -441,8 +441,8 @@ def finish_deepspeed(context: Context, prefix: str, filled: Mapping[str, Any]) -
         filled: values of the trainer around, which it fills in for keys that say `auto`; `None`
             for those it does not know.
     """
-    found = context.entries.items()
-    entries = {k.removeprefix(prefix): entry for k, entry in found if k.startswith(prefix)}
+    items = context.entries.items()
+    entries = {k.removeprefix(prefix): entry for k, entry in items if k.startswith(prefix)}
     for key, value in filled.items():
         row = next((row for row in _ROWS if row.key == key and row.matches(value)), None)
         is_auto = key in entries and entries[key].value == "auto"
@@ -477,12 +477,12 @@ def finish_deepspeed(context: Context, prefix: str, filled: Mapping[str, Any]) -
 
 def join_offloads(entries: Collection[Entry]) -> None:
     """Lets the offload of parameters hold the optimizer's state too, pinned if one of them is."""
-    whole = [entry for entry in entries if "cpu_offload" in entry.becomes]
+    offloads = [entry for entry in entries if "cpu_offload" in entry.becomes]
     states = [entry for entry in entries if entry.becomes == STATE_ON_CPU]
-    if any(_is_pinned(entry.value) for entry in (*whole, *states)):
-        for entry in whole:
+    if any(_is_pinned(entry.value) for entry in (*offloads, *states)):
+        for entry in offloads:
             entry.becomes["cpu_offload"] = True
-    for entry in states if whole else ():
+    for entry in states if offloads else ():
         entry.become(CHANGES, ALL_MOVES)
 
 

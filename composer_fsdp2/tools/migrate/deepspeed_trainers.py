@@ -231,12 +231,12 @@ def _arguments_site(data: Mapping[str, Any], path: Path) -> Site | None:
     zero = isinstance(block, Mapping) and "zero_optimization" in block
     if block and (zero or str(data.get("strategy_name", "")).startswith("deepspeed")):
         return Site(path, {_STRATEGY: _ARGUMENT})
-    given = [key for key in (_CONFIG, _ARGUMENT, "fsdp", BLOCK) if data.get(key)]
-    blocks = (key for key in given if key in (_CONFIG, _ARGUMENT))
+    present = [key for key in (_CONFIG, _ARGUMENT, "fsdp", BLOCK) if data.get(key)]
+    blocks = (key for key in present if key in (_CONFIG, _ARGUMENT))
     name = next((key for key in blocks if isinstance(data[key], str | Mapping | list)), None)
     if name is None:
         return None
-    if others := [".".join((*path, key)) for key in given if key != name]:
+    if others := [".".join((*path, key)) for key in present if key != name]:
         raise ConfigError(
             f"The configuration has both '{'.'.join((*path, name))}' and '{others[0]}'. A run is "
             "sharded by one of them, and it is not clear by which. Remove the other one."
@@ -251,8 +251,8 @@ def _finish_arguments(context: Context) -> None:
         filled = {"gradient_clipping": context.parent.get("max_grad_norm")}
         for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
             # A run that names one of both has the other one off.
-            given = context.value(name, False if context.value(other) is True else None)
-            filled[f"{name}.enabled"] = given if isinstance(given, bool) else None
+            setting = context.value(name, False if context.value(other) is True else None)
+            filled[f"{name}.enabled"] = setting if isinstance(setting, bool) else None
         finish_deepspeed(context, f"{_ARGUMENT}.", filled)
         switches = (f"{_ARGUMENT}.{key}" for key in PRECISION_SWITCHES)
         add_precision(context, ("bf16", "fp16", *switches), "the Trainer of transformers")

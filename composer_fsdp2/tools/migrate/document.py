@@ -94,9 +94,9 @@ class Document:
             values.setdefault(path, []).append(getattr(value, "value", None))
         # Keys inside a mapping that is written twice belong to two mappings.
         self.duplicates = {
-            path: given
-            for path, given in values.items()
-            if len(given) > 1
+            path: key_values
+            for path, key_values in values.items()
+            if len(key_values) > 1
             and path[-1] != "<<"
             and all(len(values[outer]) == 1 for outer in _outer_paths(path)[:-1] if outer in values)
         }
@@ -144,11 +144,13 @@ class Document:
                 for path in _outer_paths(entry.path)
                 if path in self.pairs and not getattr(self._node(path[:-1]), "flow_style", True)
             )
-            own = [m for m in in_blocks if not self.lines[m.line][: m.column].strip()]
+            line_starts = [m for m in in_blocks if not self.lines[m.line][: m.column].strip()]
             # An earlier run may have said something of the key.
             noted = re.compile(rf"^ *# ({statuses}): {re.escape(entry.key)}: ", re.MULTILINE)
-            if own and not noted.search(self.text):
-                above.setdefault(own[-1].line, []).append(" " * own[-1].column + _note(entry))
+            if line_starts and not noted.search(self.text):
+                above.setdefault(line_starts[-1].line, []).append(
+                    " " * line_starts[-1].column + _note(entry)
+                )
         text = "".join(
             part
             for number, line in enumerate(self.whole)
@@ -319,10 +321,10 @@ def _json_mapping(text: str) -> dict[str, Any] | None:
     """Returns the mapping that a JSON text is; `None` for other texts and keys written twice."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
             raise ValueError  # read as the YAML that it is too, where duplicates are reported
-        return found
+        return mapping
 
     try:
         data = json.loads(text, object_pairs_hook=without_duplicates)
@@ -331,16 +333,16 @@ def _json_mapping(text: str) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _texts(data: Any, left: Iterator[int] | None = None) -> Any:
+def _texts(data: Any, budget: Iterator[int] | None = None) -> Any:
     """Returns the same with keys that are strings. Ends too where aliases multiply values."""
-    left = iter(range(_MOST_VALUES)) if left is None else left
-    if next(left, None) is None:
+    budget = iter(range(_MOST_VALUES)) if budget is None else budget
+    if next(budget, None) is None:
         raise RecursionError
     if isinstance(data, Mapping):
-        return {str(key): _texts(value, left) for key, value in data.items()}
+        return {str(key): _texts(value, budget) for key, value in data.items()}
     if isinstance(data, int):
         str(data)  # a ValueError for thousands of digits, which nobody could show
-    return [_texts(item, left) for item in data] if isinstance(data, list) else data
+    return [_texts(item, budget) for item in data] if isinstance(data, list) else data
 
 
 def _pairs(node: Any, path: Path) -> Iterator[tuple[Path, Node, Any]]:

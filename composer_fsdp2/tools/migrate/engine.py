@@ -101,7 +101,7 @@ def migrate(
     work = _Migration(document, data, spoken, dict(decisions or {}), ranks, folder)
     results = [(site, work.site(site)) for site in sites]
     new = document.replace(results) if results else document
-    entries = [entry for _, found in results for entry in found]
+    entries = [entry for _, site_entries in results for entry in site_entries]
     replaced = {entry.path for entry in entries}
     if twice := sorted(".".join(path) for path in document.duplicates if path not in replaced):
         raise ConfigError(
@@ -112,16 +112,16 @@ def migrate(
     around = {(), *(site.parent for site in sites)}
     outside = list(work.outside(document.data, (), keys, around))
     entries += outside
-    left = [entry for entry in outside if entry.is_open]
-    if spoken is _NOTHING and not left and (sign := foreign_sign(data)):
+    undecided = [entry for entry in outside if entry.is_open]
+    if spoken is _NOTHING and not undecided and (sign := foreign_sign(data)):
         raise ConfigError(
             f"'{name}' is in a dialect that is not known: '{sign}' says how its trainer shards a "
             "run, and no table here has it. Nothing would be migrated. Write "
             "`parallelism_config: {fsdp2: {...}}` by hand, or give a file of one of the trainers "
             f"that are known: {', '.join(DIALECTS)}."
         )
-    if left and (sites or document.text == text):  # JSON that stays JSON has no comments
-        new = new.noted(left)
+    if undecided and (sites or document.text == text):  # JSON that stays JSON has no comments
+        new = new.noted(undecided)
     if unused := [key for key in work.decisions if key not in work.used]:
         hint = nearest(unused[0], [entry.key for entry in entries])
         raise ConfigError(
@@ -161,10 +161,10 @@ class _Migration:
         self._add_around(context)
         self.dialect.finish(context)
         entries = [*context.entries.values(), *context.added]
-        for given, value in self.decisions.items():
-            start, _, setting = given.partition(".")
+        for decision, value in self.decisions.items():
+            start, _, setting = decision.partition(".")
             if start == "fsdp2" and setting:
-                self.used.add(given)
+                self.used.add(decision)
                 path = (*site.parent, *site.wrapper, setting)
                 entries.append(Entry(path, None, ADDED, _GIVEN, {setting: value}))
         _check_each(entries, [name for name in values if name not in site.keys])
@@ -175,7 +175,7 @@ class _Migration:
     def _add_around(self, context: Context) -> None:
         """Adds settings of keys around the site; the first row of the table counts."""
         rows = self.dialect.around
-        known = set[str]()
+        covered = set[str]()
         for key in dict.fromkeys(row.key for row in rows):
             place, value = context.around(key)
             row = next((row for row in rows if row.key == key and row.matches(value)), None)
@@ -183,12 +183,12 @@ class _Migration:
                 continue
             settings = settings_for(row.settings, value)
             beside = settings_for(row.trainer, value)
-            if new := {**settings, **beside}.keys() - known:
+            if new := {**settings, **beside}.keys() - covered:
                 block = context.site.wrapper if settings else ()
                 path = (*context.site.parent, *block, ", ".join(sorted(new)))
                 said = f"`{place}` says it"
                 context.added.append(Entry(path, None, ADDED, said, settings, beside=beside))
-            known |= new
+            covered |= new
 
     def outside(
         self, data: Mapping[str, Any], path: Path, replaced: set[Path], around: set[Path]
@@ -220,10 +220,10 @@ class _Migration:
         name, dialect = ".".join(path), self.dialect
         rows = [row for row in dialect.rows if row.key == key]
         is_block = not rows and any(r.key.startswith(f"{key}.") or not key for r in dialect.rows)
-        given = next((g for g in self.decisions if name == g or name.endswith(f".{g}")), None)
-        if given is not None:
-            self.used.add(given)
-            value = self.decisions[given]
+        decision = next((g for g in self.decisions if name == g or name.endswith(f".{g}")), None)
+        if decision is not None:
+            self.used.add(decision)
+            value = self.decisions[decision]
         entry = Entry(path, value, DECISION, "")
         if is_block and key in dialect.files and isinstance(value, str):
             value, place = read_settings(value, self.folder)
@@ -252,7 +252,7 @@ class _Migration:
         elif is_block:
             entry.become(CONVERTED, "holds no settings: the defaults")
         else:
-            self._follow(entry, key, rows, is_given=given is not None)
+            self._follow(entry, key, rows, is_given=decision is not None)
 
     def _follow(self, entry: Entry, key: str, rows: Sequence[Row], *, is_given: bool) -> None:
         """Takes the first row that speaks of the value, which the file or `--set` gives."""
@@ -261,13 +261,13 @@ class _Migration:
             entry.become(NOT_NEEDED, "taken out by --set")
         elif not rows:
             name = key.rpartition(".")[2]
-            known = sorted({row.key.rpartition(".")[2] for row in self.dialect.rows})
-            if name in known:
+            names = sorted({row.key.rpartition(".")[2] for row in self.dialect.rows})
+            if name in names:
                 reason = "is a key of this dialect, but not in this place; it would have no effect"
                 entry.decide(reason, f"{name}=null", "move it to where it is read")
             else:
                 reason = "is not a key of this dialect; it would have no effect."
-                entry.decide(reason + nearest(name, known), f"{name}=null", "correct its name")
+                entry.decide(reason + nearest(name, names), f"{name}=null", "correct its name")
         elif row is None:
             entry.decide(
                 f"{entry.value!r} is not a value this key is known to take",
@@ -298,9 +298,9 @@ def _check_each(entries: Sequence[Entry], present: Collection[str]) -> None:
             parse_config({"state_dict_type": "full", **_plain(entry)})
         except ConfigError as error:
             entry.decide(str(error), f"{entry.key}=<another value>")
-    given = {name for entry in entries if entry.reason == _GIVEN for name in entry.becomes}
+    decided = {name for entry in entries if entry.reason == _GIVEN for name in entry.becomes}
     for entry in (entry for entry in entries if entry.reason != _GIVEN):
-        for name in [name for name in entry.becomes if name in given]:
+        for name in [name for name in entry.becomes if name in decided]:
             del entry.becomes[name]
             entry.reason += f"; --set gives `{name}`"
 
@@ -323,9 +323,9 @@ def _join(entries: Sequence[Entry]) -> None:
             continue
         name = ".".join(part for part in place if part)
         told = " and ".join(f"`{entry.key}: {ascii_repr(entry.value)}`" for entry, _ in said)
-        own = [entry for entry, _ in said if entry.status is not ADDED]
-        for entry in (entry for entry in own if not entry.is_open):
-            options = [f"{entry.key}=null" for entry in own]
+        from_input = [entry for entry, _ in said if entry.status is not ADDED]
+        for entry in (entry for entry in from_input if not entry.is_open):
+            options = [f"{entry.key}=null" for entry in from_input]
             entry.decide(f"{told} say different things about `{name}`", *options)
     holders: dict[str, Entry] = {}
     for entry in entries:
@@ -359,15 +359,15 @@ def _check_together(entries: Sequence[Entry], world_size: int | None) -> None:
             if world_size is not None:
                 MeshShape.resolve(config, world_size)
         except ConfigError as error:
-            return [f"{found.what} {found.advice}" for found in findings_of(error)]
+            return [f"{finding.what} {finding.advice}" for finding in findings_of(error)]
         return []
 
     while told := mistakes(entries):
         written = [entry for entry in entries if entry.becomes]
         gone: list[tuple[Entry, list[str]]] = []
         for entry in written:
-            left = mistakes([other for other in entries if other is not entry])
-            gone.append((entry, [text for text in told if text not in left]))
+            remaining = mistakes([other for other in entries if other is not entry])
+            gone.append((entry, [text for text in told if text not in remaining]))
         # Of mistakes that two keys make, each without the other, both have a part.
         blamed = [pair for pair in gone if pair[1]] or [(entry, told) for entry in written]
         for entry, texts in blamed:
@@ -445,9 +445,11 @@ def _resolve(document: Document) -> dict[str, Any]:
         start: Any = inner if inside else tree
         place = path[1:] if inside else path
         try:
-            found: Any = OmegaConf.select(start, ".".join(place), default=value)
+            selected: Any = OmegaConf.select(start, ".".join(place), default=value)
             return (
-                OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+                OmegaConf.to_container(selected, resolve=True)
+                if OmegaConf.is_config(selected)
+                else selected
             )
         except (OmegaConfBaseException, RecursionError):
             return value
@@ -457,11 +459,11 @@ def _resolve(document: Document) -> dict[str, Any]:
 
 def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:
     """Says where the new settings have to go if they are not where LLM Foundry reads them."""
-    wanted = ".".join(Site((), {}).wrapper)
-    own = (site for site in sites if site.parent[:1] != (_JOB,))
+    target = ".".join(Site((), {}).wrapper)
+    run_sites = (site for site in sites if site.parent[:1] != (_JOB,))
     return tuple(
         f"The new settings stand at '{place}'. LLM Foundry and `composer-fsdp2 train` read "
-        f"'{wanted}' at the top of a run: move them there."
-        for place in (".".join((*site.parent, *site.wrapper)) for site in own)
-        if place != wanted
+        f"'{target}' at the top of a run: move them there."
+        for place in (".".join((*site.parent, *site.wrapper)) for site in run_sites)
+        if place != target
     )

@@ -225,11 +225,11 @@ def _finish(context: Context) -> None:
 def _moved_rows(around: tuple[Row, ...]) -> tuple[Row, ...]:
     """Returns rows that say of `Dialect.around` what became of the keys, which stay."""
     written = "written beside the sharding of this model: {}; remove it here"
-    left = ("write another value", "remove it")
+    options = ("write another value", "remove it")
     return tuple(
         Row(f"*.{row.key}", CONVERTED, written.format(row.reason), row.when)
         if row.settings or row.trainer
-        else replace(row, key=f"*.{row.key}", options=left if row.options else ())
+        else replace(row, key=f"*.{row.key}", options=options if row.options else ())
         for row in around
     )
 

@@ -84,8 +84,8 @@ def sharding_in(data: Mapping[str, Any], path: Path, value: Any, sites: Collecti
         return "is about ranks, and is no key that this dialect is known to have"
     if any(map(_MEMORY.fullmatch, beside)):
         return "is about precision or memory, and is no key that this dialect is known to have"
-    if isinstance(value, str) and (found := _WRITTEN.search(value)):
-        return f"its text holds `{found[1]}`, and what is inside a text is not read"
+    if isinstance(value, str) and (match := _WRITTEN.search(value)):
+        return f"its text holds `{match[1]}`, and what is inside a text is not read"
     return ""
 
 
@@ -101,8 +101,8 @@ def foreign_sign(data: Mapping[str, Any], path: Path = ()) -> str:
         chosen = any(_CHOICES.fullmatch(part.lower()) for part in here)
         if sized or _FOREIGN.fullmatch(name) or (word and chosen):
             return ".".join(here)
-        if isinstance(value, Mapping) and (found := foreign_sign(value, here)):
-            return found
+        if isinstance(value, Mapping) and (sign := foreign_sign(value, here)):
+            return sign
     return ""
 
 
@@ -112,14 +112,14 @@ def _is_empty(value: Any) -> bool:
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields all keys at any depth, without recursion: files may be nested deeply."""
-    left = [value]
-    while left:
-        item = left.pop()
+    todo = [value]
+    while todo:
+        item = todo.pop()
         if isinstance(item, Mapping):
             yield from item.items()
-            left += item.values()
+            todo += item.values()
         elif isinstance(item, list):
-            left += item
+            todo += item
 
 
 # --- A file of another trainer where a training run of LLM Foundry belongs. ---

@@ -66,9 +66,9 @@ def migrate_code(path: Path) -> list[CodeFile]:
     # Links to folders are not followed, so there are no loops and nothing outside is read.
     for folder, subfolders, names in os.walk(path, onerror=note):
         subfolders[:] = sorted(name for name in subfolders if _is_wanted(Path(folder, name)))
-        found = (Path(folder, name) for name in sorted(names) if name.endswith((".py", _NOTEBOOK)))
+        paths = (Path(folder, name) for name in sorted(names) if name.endswith((".py", _NOTEBOOK)))
         # A pipe would wait for ever; a link that leads nowhere is reported when it is read.
-        files += [_examine(file) for file in found if file.is_file() or not file.exists()]
+        files += [_examine(file) for file in paths if file.is_file() or not file.exists()]
     if not files:
         raise ConfigError(
             f"'{path}' has no Python file. There is nothing to look through. Give a file, or a "
@@ -117,9 +117,9 @@ def describe_code(files: Sequence[CodeFile]) -> str:
     ]
     counts = _counts(files)
     unread = counts.pop("not read")
-    found = [f"{count} {name}" for name, count in counts.items() if count]
+    totals = [f"{count} {name}" for name, count in counts.items() if count]
     read = len(files) - unread
-    text = f"{read} file{'' if read == 1 else 's'} read: {', '.join(found) or 'no use of FSDP1'}."
+    text = f"{read} file{'' if read == 1 else 's'} read: {', '.join(totals) or 'no use of FSDP1'}."
     return "\n\n".join([*blocks, text + (f" {unread} could not be read." if unread else "")])
 
 
@@ -156,10 +156,10 @@ def code_as_dict(files: Sequence[CodeFile]) -> dict[str, Any]:
 
 def _counts(files: Sequence[CodeFile]) -> dict[str, int]:
     """Counts each use once: a use that is not certain, whatever it needs, as 'perhaps'."""
-    found = Counter(
+    uses = Counter(
         use.row.kind.value if use.certain else _PERHAPS for file in files for use in file.uses
     )
-    counts = {name: found[name] for name in (*(kind.value for kind in Kind), _PERHAPS)}
+    counts = {name: uses[name] for name in (*(kind.value for kind in Kind), _PERHAPS)}
     return {**counts, "not read": sum(file.problem is not None for file in files)}
 
 

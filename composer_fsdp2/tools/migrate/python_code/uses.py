@@ -166,8 +166,8 @@ class _Names:
                     if check == "isinstance" and self._is_class(classes):
                         self.modules.setdefault(_dotted(asked), False)
                 case ast.Call() if _CONFIG_CALLEES & self.meanings(node.func).keys():
-                    given = [k.value for k in node.keywords if k.arg in _CONFIG_NAMES]
-                    self.configs.update(map(_dotted, given))
+                    values = [k.value for k in node.keywords if k.arg in _CONFIG_NAMES]
+                    self.configs.update(map(_dotted, values))
                 case _:
                     pass
         self.configs.discard("")
@@ -181,13 +181,13 @@ class _Names:
         """Follows a name through assignments to imports; `seen` are names that were followed."""
         head, dot, rest = name.partition(".")
         certain = head not in self.bound
-        found = {f"{full}{dot}{rest}": certain for full in self.imported.get(head, ())}
+        full_names = {f"{full}{dot}{rest}": certain for full in self.imported.get(head, ())}
         for other in () if head in seen else self.aliases.get(head, ()):
             inner = self._full_names(f"{other}{dot}{rest}", (*seen, head))
-            found |= {full: certain and is_certain for full, is_certain in inner.items()}
+            full_names |= {full: certain and is_certain for full, is_certain in inner.items()}
         if head not in self.imported and head not in self.aliases and certain:
-            found |= {f"{module}.{name}": False for module in self.wildcards}
-        return found
+            full_names |= {f"{module}.{name}": False for module in self.wildcards}
+        return full_names
 
     def _read_bindings(self, nodes: list[ast.AST]) -> None:
         """Reads imports, aliases and all other bindings."""
@@ -260,9 +260,9 @@ class _Finder(ast.NodeVisitor):
             return f"from {module} import {new}" + (f" as {node.asname}" if node.asname else "")
         if not isinstance(node, ast.Name | ast.Attribute):
             return None
-        whole = self.calls.get(node, node)
-        end = whole.end_lineno or whole.lineno
-        text = " ".join(line.strip() for line in self.source.lines[whole.lineno - 1 : end])
+        call = self.calls.get(node, node)
+        end = call.end_lineno or call.lineno
+        text = " ".join(line.strip() for line in self.source.lines[call.lineno - 1 : end])
         for old in row.names:
             text = re.sub(rf"\b[\w.]+\.{old}\b", row.replacement, text)
             text = re.sub(rf"\b{old}\b", new, text)
@@ -305,9 +305,9 @@ class _Finder(ast.NodeVisitor):
         if not isinstance(node.ctx, ast.Load):
             return False
         for name, certain in self.names.meanings(node).items():
-            known = (node in self.names.checks and _CHECKED.get(name)) or _NAMED.get(name)
-            row = known or _LOOSE_NAMES.get(name.rpartition(".")[2])
-            if self._report(row, node, certain and known is not None):
+            exact = (node in self.names.checks and _CHECKED.get(name)) or _NAMED.get(name)
+            row = exact or _LOOSE_NAMES.get(name.rpartition(".")[2])
+            if self._report(row, node, certain and exact is not None):
                 return True
         return False
 
@@ -316,31 +316,31 @@ class _Finder(ast.NodeVisitor):
     # --- Calls. ---
 
     def visit_Call(self, node: ast.Call) -> None:
-        callee, given = node.func, node.args
-        if "functools.partial" in self.names.meanings(callee) and given:
-            callee, given = given[0], given[1:]
+        callee, positional = node.func, node.args
+        if "functools.partial" in self.names.meanings(callee) and positional:
+            callee, positional = positional[0], positional[1:]
         names = self.names.meanings(callee)
         self.calls[node.func] = node
         arguments = [(keyword.arg or "", keyword, keyword.value) for keyword in node.keywords]
         arguments += [
-            (row.names[0], given[position], given[position])
+            (row.names[0], positional[position], positional[position])
             for row, position in _POSITIONAL
-            if len(given) > position
+            if len(positional) > position
             and names.keys() & set(row.homes)
-            and not isinstance(given[position], ast.Starred)
+            and not isinstance(positional[position], ast.Starred)
         ]
         for name, place, value in arguments:
             if name in _CONFIG_NAMES:
                 certain = bool(_CONFIG_CALLEES & names.keys()) and all(names.values())
                 self._check_mapping(value, certain)
             self._report(_VARIABLES.get(name), place)
-            known = next((full for full in names if f"{full}.{name}" in _ARGUMENTS), None)
-            if known is not None:
-                self._report_value(_ARGUMENTS[f"{known}.{name}"], place, value, names[known])
+            owner = next((full for full in names if f"{full}.{name}" in _ARGUMENTS), None)
+            if owner is not None:
+                self._report_value(_ARGUMENTS[f"{owner}.{name}"], place, value, names[owner])
             elif name in _LOOSE_ARGUMENTS and not _CALLEES & names.keys():
                 self._report(_LOOSE_ARGUMENTS[name], place, certain=False)
-        if isinstance(node.func, ast.Attribute) and given and node.func.attr in ("get", "pop"):
-            self._check_item(node.func.value, given[0])
+        if isinstance(node.func, ast.Attribute) and positional and node.func.attr in ("get", "pop"):
+            self._check_item(node.func.value, positional[0])
         self.generic_visit(node)
 
     # --- Keys of the Trainer's configuration. ---
