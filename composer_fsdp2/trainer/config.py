@@ -48,25 +48,25 @@ def parse_parallelism_config(
     if config is None:
         return None
     if isinstance(config, ParallelismConfig):
-        given: dict[str, Any] = {"fsdp": config.fsdp, "fsdp2": config.fsdp2, "tp": config.tp}
+        settings: dict[str, Any] = {"fsdp": config.fsdp, "fsdp2": config.fsdp2, "tp": config.tp}
     else:
-        given = {str(key): value for key, value in config.items()}
+        settings = {str(key): value for key, value in config.items()}
         # An empty `fsdp2:` in YAML is null, and asks for it with default settings.
-        if "fsdp2" in given and given["fsdp2"] is None:
-            given["fsdp2"] = {}
-        given = with_keys_inside(given)
+        if "fsdp2" in settings and settings["fsdp2"] is None:
+            settings["fsdp2"] = {}
+        settings = with_keys_inside(settings)
     _check_known(
-        given,
+        settings,
         _KEYS,
         "parallelism_config",
         "The run would silently become plain data parallel.",
     )
-    if given.get("fsdp") is not None and given.get("fsdp2") is not None:
+    if settings.get("fsdp") is not None and settings.get("fsdp2") is not None:
         raise ConfigError(
             "parallelism_config has both 'fsdp' and 'fsdp2'. A model is sharded by one of them. "
             "Take out 'fsdp' to train with FSDP2, or 'fsdp2' to stay with FSDP1."
         )
-    fsdp, fsdp2, tp = given.get("fsdp"), given.get("fsdp2"), given.get("tp")
+    fsdp, fsdp2, tp = settings.get("fsdp"), settings.get("fsdp2"), settings.get("tp")
     if fsdp is not None and _means_fsdp2(fsdp):
         fsdp, fsdp2 = None, fsdp
     parsed: dict[str, Any] = {}
@@ -77,8 +77,8 @@ def parse_parallelism_config(
     if tp is not None and fsdp2 is None:
         if not isinstance(tp, TPConfig):
             _check_mapping("tp", tp)
-            known = [found.name for found in dataclasses.fields(TPConfig)]
-            _check_known(tp, known, "parallelism_config.tp", "It would have no effect.")
+            names = [field.name for field in dataclasses.fields(TPConfig)]
+            _check_known(tp, names, "parallelism_config.tp", "It would have no effect.")
             tp = TPConfig(**tp)
         parsed["tp"] = tp
     return ParallelismConfig(**parsed) if parsed else None
@@ -122,10 +122,10 @@ def _may_mean_fsdp2(key: str) -> bool:
     return key == "fsdp2" if key in _KEYS else "'fsdp2'" in nearest(key, _KEYS)
 
 
-def _check_known(given: Iterable[str], known: Collection[str], where: str, effect: str) -> None:
-    for key in given:
-        if key not in known:
-            hint = nearest(key, known) or f" Valid keys: {', '.join(known)}."
+def _check_known(keys: Iterable[str], valid: Collection[str], where: str, effect: str) -> None:
+    for key in keys:
+        if key not in valid:
+            hint = nearest(key, valid) or f" Valid keys: {', '.join(valid)}."
             raise ConfigError(f"'{key}' is not a key of {where}. {effect}{hint}")
 
 
@@ -169,8 +169,8 @@ def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
     values = {key: value for key, value in fsdp.items() if key != "version"}
     for key in values:
         if key not in FSDP1_KEYS:
-            known = [] if key in known_settings() else sorted(FSDP1_KEYS)
-            hint = nearest(key, known) or " FSDP2 settings go under 'fsdp2'."
+            choices = [] if key in known_settings() else sorted(FSDP1_KEYS)
+            hint = nearest(key, choices) or " FSDP2 settings go under 'fsdp2'."
             raise ConfigError(
                 f"'{key}' is not a key of parallelism_config.fsdp. It would have no effect.{hint}"
             )
@@ -254,10 +254,10 @@ def _with_tensor_parallel(settings: FSDP2Config, tp: Any) -> FSDP2Config:
 
 def _word_of(style: Any) -> Any:
     """Writes a style of torch as a word where it means the same; others stay, and are refused."""
-    usual = {
+    styles = {
         "colwise": ColwiseParallel(),
         "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
         "rowwise": RowwiseParallel(),
     }
-    same = (w for w, s in usual.items() if type(style) is type(s) and vars(style) == vars(s))
+    same = (w for w, s in styles.items() if type(style) is type(s) and vars(style) == vars(s))
     return next(same, style)

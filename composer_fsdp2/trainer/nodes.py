@@ -63,5 +63,5 @@ def build_evaluators(
     if destination_dir is None:
         made = tempfile.mkdtemp() if dist.get_local_rank() == 0 else None
         destination_dir = composers._get_local_rank_zero_path(made)
-    given = (icl_tasks, tokenizer, default_max_seq_len, default_batch_size, destination_dir)
-    return original(*given, *args, **kwargs)
+    arguments = (icl_tasks, tokenizer, default_max_seq_len, default_batch_size, destination_dir)
+    return original(*arguments, *args, **kwargs)

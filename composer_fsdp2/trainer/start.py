@@ -63,34 +63,34 @@ def init_trainer(
         ConfigError: `auto` and a profiler.
     """
     try:
-        given = inspect.signature(original).bind(trainer, *args, **kwargs)
+        bound = inspect.signature(original).bind(trainer, *args, **kwargs)
     except TypeError:
-        given = None  # Python says it about the original
-    if given is None or not concerns_fsdp2(given.arguments.get("parallelism_config")):
+        bound = None  # Python says it about the original
+    if bound is None or not concerns_fsdp2(bound.arguments.get("parallelism_config")):
         original(trainer, *args, **kwargs)
         return
-    given.apply_defaults()
-    asked = given.arguments
+    bound.apply_defaults()
+    arguments = bound.arguments
     warn_of_shared_store()
-    with override_attribute(trainer, ARGUMENTS, dict(asked)):
-        auto = asked["device_train_microbatch_size"] == "auto"
+    with override_attribute(trainer, ARGUMENTS, dict(arguments)):
+        auto = arguments["device_train_microbatch_size"] == "auto"
         if auto:
-            parsed = parse_parallelism_config(asked["parallelism_config"])
+            parsed = parse_parallelism_config(arguments["parallelism_config"])
             auto = parsed is not None and parsed.fsdp2 is not None
         if auto:
-            if asked["profiler"] is not None:
+            if arguments["profiler"] is not None:
                 raise ConfigError(
                     "device_train_microbatch_size is 'auto' and there is a profiler. It would "
                     "record attempts that are thrown away. Find the size in a short run, and write "
                     "it here."
                 )
             # Composer refuses `auto` beside fsdp2, and starts with the batch of a rank either way.
-            asked["device_train_microbatch_size"] = None
-        original(*given.args, **given.kwargs)
+            arguments["device_train_microbatch_size"] = None
+        original(*bound.args, **bound.kwargs)
         if auto:
             trainer.state.auto_microbatching = True
     # Composer keeps what it has loaded there; with autoresume `load_path` is for the first start.
-    if asked["autoresume"] and trainer.state.load_path not in (None, asked["load_path"]):
+    if arguments["autoresume"] and trainer.state.load_path not in (None, arguments["load_path"]):
         _resumed.add(trainer.state)
 
 
@@ -162,12 +162,12 @@ def check_arguments(arguments: Mapping[str, Any], settings: FSDP2Config) -> None
     check_extensions(items)
     for step in TRANSFORMATIONS:
         step.check_items(settings, items, arguments.get("device_train_microbatch_size"))
-    whole = "the model is compiled already" if is_compiled(arguments.get("model")) else None
+    compiled = "the model is compiled already" if is_compiled(arguments.get("model")) else None
     if arguments.get("compile_config") is not None:
-        whole = "compile_config is set"
-    if settings.compile and whole is not None:
+        compiled = "compile_config is set"
+    if settings.compile and compiled is not None:
         raise ConfigError(
-            f"parallelism_config.fsdp2.compile is set, and {whole}. Blocks would be compiled "
+            f"parallelism_config.fsdp2.compile is set, and {compiled}. Blocks would be compiled "
             "inside a graph that contains them. Take one of them out: blocks compile faster, and "
             "FSDP2's gathers break the graph of the whole model between them anyway."
         )

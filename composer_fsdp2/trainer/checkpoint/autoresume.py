@@ -43,13 +43,13 @@ def search_save_folder(state: State, arguments: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: on every rank, when the folder cannot be searched.
     """
-    given, latest = arguments.get("save_folder"), arguments.get("save_latest_filename")
-    asked = arguments.get("autoresume") and given is not None and latest is not None
-    if not asked:
+    save_folder, latest = arguments.get("save_folder"), arguments.get("save_latest_filename")
+    resumes = arguments.get("autoresume") and save_folder is not None and latest is not None
+    if not resumes:
         return
-    folder = Path(format_name_with_dist(str(given), state.run_name))
+    folder = Path(format_name_with_dist(str(save_folder), state.run_name))
     link = folder / format_name_with_dist(str(latest), state.run_name)
-    if parse_uri(str(given))[0]:
+    if parse_uri(str(save_folder))[0]:
         # Composer fetches the newest file to a path that looks like its address, in the working
         # directory, and takes what an earlier resume has fetched there for the newest one:
         # https://github.com/mosaicml/composer/blob/v0.32.1/composer/trainer/trainer.py#L1890
@@ -137,17 +137,17 @@ def load_any_checkpoint(
     Raises:
         CheckpointError: on every rank, when it cannot be loaded exactly.
     """
-    given = (state, logger, object_store, *args)
+    arguments = (state, logger, object_store, *args)
     folder = Path(partial_format(path, run_name=state.run_name))
     alone = state.fsdp_config is None and object_store is None and (folder / METADATA).is_file()
     if state.fsdp_config_version != 2 and not alone:
-        return original(path, *given, **kwargs)
+        return original(path, *arguments, **kwargs)
     link, paths = _candidates.get(state, (Path(), ()))
     if not paths or Path(path).resolve() not in (item.resolve() for item in paths):
-        return load_checkpoint(path, *given, **kwargs)
+        return load_checkpoint(path, *arguments, **kwargs)
     for number, candidate in enumerate(paths):
         try:
-            states = load_checkpoint(str(candidate), *given, **kwargs)
+            states = load_checkpoint(str(candidate), *arguments, **kwargs)
         except CheckpointError as error:
             if not _is_damaged(candidate):
                 raise

@@ -119,12 +119,12 @@ def check_checkpoint(
     """
     load = _Load(state, weights_only, strict, ignore)
     load.saved = open_checkpoint(path)
-    wanted: StateDict = {"model": dict(state.model.state_dict())}
+    target: StateDict = {"model": dict(state.model.state_dict())}
     if not weights_only:
         # Muon may take its state from another optimizer, once it has chosen its matrices.
-        others = (one for one in state.optimizers if not isinstance(one, MatrixOptimizer))
-        wanted["optimizers"] = {type(optimizer).__qualname__: {} for optimizer in others}
-    load.check_parts(drop_keys({"state": wanted}, ignore))
+        others = (other for other in state.optimizers if not isinstance(other, MatrixOptimizer))
+        target["optimizers"] = {type(optimizer).__qualname__: {} for optimizer in others}
+    load.check_parts(drop_keys({"state": target}, ignore))
 
 
 def _state_type(state: State, kind: Kind) -> contextlib.AbstractContextManager[None]:
@@ -153,22 +153,22 @@ class _Load:
         self.carried: MuonFromAdamW | None = None
         """where Muon takes its state from, if the checkpoint has that of another optimizer"""
 
-    def wanted(self) -> StateDict:
+    def target_state(self) -> StateDict:
         """Returns what the run would load, as Composer would save it now. Collective: yes."""
         if self.weights_only:
-            wanted: StateDict = {"state": {"model": self.state.get_model_state_dict()}}
+            target: StateDict = {"state": {"model": self.state.get_model_state_dict()}}
         else:
             with asking_for(self.state.model, self.state.optimizers, self.states):
-                wanted = {"state": self.state.state_dict(), "rng": reproducibility.get_rng_state()}
-        wanted = drop_keys(wanted, self.ignore)
+                target = {"state": self.state.state_dict(), "rng": reproducibility.get_rng_state()}
+        target = drop_keys(target, self.ignore)
         # Nothing reads them back, and another version of transformers writes other ones.
-        wanted["state"].pop("integrations", None)
-        return wanted
+        target["state"].pop("integrations", None)
+        return target
 
-    def carry(self, wanted: StateDict) -> None:
+    def carry(self, target: StateDict) -> None:
         """Settles whether Muon continues from another optimizer's state. Collective: no."""
         name = _MUON
-        if name not in wanted["state"].get("optimizers", {}):
+        if name not in target["state"].get("optimizers", {}):
             return
         if self.saved.under("state", "optimizers", name):
             return
@@ -181,13 +181,13 @@ class _Load:
         carried = MuonFromAdamW(self.saved, **names)
         self.carried = carried if carried.source else None
 
-    def check_parts(self, wanted: StateDict) -> list[str]:
+    def check_parts(self, target: StateDict) -> list[str]:
         """Settles whether it has what a run continues from. Collective: no.
 
         Returns:
             The run's optimizers whose state is wanted.
         """
-        names = list(wanted["state"].get("optimizers", {}))
+        names = list(target["state"].get("optimizers", {}))
         if not self.weights_only and names and not self.saved.under("state", "timestamp"):
             raise CheckpointError(
                 f"'{self.saved.path}' holds weights only: no optimizer, no schedulers, no "
@@ -195,8 +195,8 @@ class _Load:
                 "Set load_weights_only: true if that is what you want."
             )
         # Another model differs in its groups too, but that would be an odd way to say so.
-        self.check_names({"state": {"model": wanted["state"].get("model", {})}})
-        saved = {str(way[0]) for way in self.saved.under("state", "optimizers").values() if way}
+        self.check_names({"state": {"model": target["state"].get("model", {})}})
+        saved = {str(keys[0]) for keys in self.saved.under("state", "optimizers").values() if keys}
         for name in names:
             if name not in saved:
                 raise CheckpointError(
@@ -207,9 +207,9 @@ class _Load:
                 )
         return names
 
-    def check_names(self, wanted: StateDict) -> list[str]:
+    def check_names(self, target: StateDict) -> list[str]:
         """Settles whether names and shapes fit; returns what is left out. Collective: no."""
-        flat, _ = flatten(wanted)
+        flat, _ = flatten(target)
         globs = () if callable(self.ignore) else tuple(self.ignore or ())
         globs += tuple(self.carried.ignored) if self.carried else ()
         globs += tuple(f"state/optimizers/*/state/{name}" for name in _frozen_names(self.state))
@@ -265,8 +265,10 @@ class _Load:
         load = state.load_model_state if self.weights_only else state.load_state_dict
 
         def load_optim_state(state_dict: StateDict, strict: bool = True) -> None:
-            own = type(state).load_optim_state.__get__(state)
-            load_optimizers(own, state.model, state.optimizers, self.states, state_dict, strict)
+            original = type(state).load_optim_state.__get__(state)
+            load_optimizers(
+                original, state.model, state.optimizers, self.states, state_dict, strict
+            )
 
         with override_attribute(state, "load_optim_state", load_optim_state):
             load(
@@ -283,8 +285,8 @@ class _Load:
         if self.weights_only:
             return None
         optimizers = values.get("optimizers", {})  # None: rank 0 holds it
-        own = {type(optimizer).__qualname__ for optimizer in self.state.optimizers}
-        anew = optimizers is not None and own.isdisjoint(optimizers)
+        classes = {type(optimizer).__qualname__ for optimizer in self.state.optimizers}
+        anew = optimizers is not None and classes.isdisjoint(optimizers)
         for optimizer in self._without_state if anew else ():
             # To ask for its state torch makes it, by a step that its counters remember.
             optimizer.state.clear()
@@ -306,63 +308,63 @@ class _ShardedLoad(_Load):
         if remote is not None:
             on_all_ranks(lambda: check_objects(saved, remote), as_checkpoint_error)
         self.states = saved_states(saved, self.state.optimizers)
-        wanted = self.wanted()
-        state = wanted["state"]
-        theirs = [way[0] for way in saved.under("state", "scaler").values() if way]
+        target = self.target_state()
+        state = target["state"]
+        theirs = [keys[0] for keys in saved.under("state", "scaler").values() if keys]
         _rename_scaler(state, str(theirs[0]) if theirs else self.scaler)
         ways = list(saved.under("state", "algorithms").values())
         spread = bool(ways) and () not in ways and "algorithms" in state
         if spread:  # as `saving` does with those that hold shards
             state["algorithms"] = dict(state["algorithms"])
-        if "rng" in wanted:
+        if "rng" in target:
             ranks = composers._get_num_ranks_that_saved_rng(saved.metadata)
             # The list has one entry for each rank of this run, and a load asks for all of them.
-            wanted["rng"] = wanted["rng"][:ranks]
-        names, own = on_all_ranks(lambda: self._settle(wanted), as_checkpoint_error)
+            target["rng"] = target["rng"][:ranks]
+        names, muon_state = on_all_ranks(lambda: self._settle(target), as_checkpoint_error)
         groups = {name: _read_groups(saved, reader, name) for name in names}
 
         def compare() -> list[str]:
             self.check_groups(groups)
-            return self.check_names(wanted)
+            return self.check_names(target)
 
-        remove_keys(wanted, on_all_ranks(compare, as_checkpoint_error))
+        remove_keys(target, on_all_ranks(compare, as_checkpoint_error))
         config: Any = self.state.fsdp_config
         # On a GPU Composer asks torch for a state dict in CPU memory, which is a copy.
         if config is None or self.state.device.name == "cpu":
             # These are the tensors the run computes with; half a load must not reach them.
-            wanted = Staging().copy(wanted)
-        load_sharded(wanted, reader, None if config is None else config.load_planner)
+            target = Staging().copy(target)
+        load_sharded(target, reader, None if config is None else config.load_planner)
         # Whether the model is averages; see [Note: EMA in checkpoints].
-        active: dict[Any, Any] = {way[0]: {ACTIVE: None} for way in ways if way[1:] == (ACTIVE,)}
+        active: dict[Any, Any] = {keys[0]: {ACTIVE: None} for keys in ways if keys[1:] == (ACTIVE,)}
         if active:
             load_sharded({"state": {"algorithms": active}}, reader)
         self.averages = holds_averages(active)
-        state = wanted["state"]
+        state = target["state"]
         _rename_scaler(state, self.scaler)
         if self.carried:
-            found = state["optimizers"][self.carried.source]["state"]
-            own["state"] = self.carried.from_saved(found)
-            state["optimizers"] = {_MUON: own}
+            saved_state = state["optimizers"][self.carried.source]["state"]
+            muon_state["state"] = self.carried.from_saved(saved_state)
+            state["optimizers"] = {_MUON: muon_state}
         if spread:
             state["algorithms"] = list(state["algorithms"].items())
-        return wanted
+        return target
 
-    def _settle(self, wanted: StateDict) -> tuple[list[str], StateDict]:
+    def _settle(self, target: StateDict) -> tuple[list[str], StateDict]:
         """Asks for the state under the checkpoint's names, where Muon takes it from another.
 
         Collective: no.
 
         Returns:
-            The optimizers whose state is wanted, and Muon's own part of `wanted`.
+            The optimizers whose state is wanted, and Muon's own part of `target`.
         """
-        own: StateDict = {}
-        self.carry(wanted)
+        muon_state: StateDict = {}
+        self.carry(target)
         if self.carried:
-            own = dict(wanted["state"]["optimizers"][_MUON])
-            asked = {"state": self.carried.to_saved(own["state"])}
-            wanted["state"]["optimizers"] = {self.carried.source: asked}
-            wanted["state"].pop("schedulers", None)
-        return self.check_parts(wanted), own
+            muon_state = dict(target["state"]["optimizers"][_MUON])
+            source_state = {"state": self.carried.to_saved(muon_state["state"])}
+            target["state"]["optimizers"] = {self.carried.source: source_state}
+            target["state"].pop("schedulers", None)
+        return self.check_parts(target), muon_state
 
 
 def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[dict[str, Any]]:
@@ -371,13 +373,13 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[dict[s
     if () in ways.values():  # one object, as before torch 2.4
         groups: list[dict[str, Any]] = []
     else:
-        groups = [{"params": []} for _ in {way[0] for way in ways.values()}]
-        for number, setting in (way for way in ways.values() if way[1] in STATE_SETTINGS):
+        groups = [{"params": []} for _ in {keys[0] for keys in ways.values()}]
+        for number, setting in (keys for keys in ways.values() if keys[1] in STATE_SETTINGS):
             groups[int(number)][str(setting)] = None
     # For a value that is no tensor, torch puts what was saved in the place of what is there.
-    found = {"state": {"optimizers": {name: {"param_groups": groups}}}}
-    load_sharded(found, reader)
-    return found["state"]["optimizers"][name]["param_groups"]
+    target = {"state": {"optimizers": {name: {"param_groups": groups}}}}
+    load_sharded(target, reader)
+    return target["state"]["optimizers"][name]["param_groups"]
 
 
 class _FullLoad(_Load):
@@ -403,45 +405,45 @@ class _FullLoad(_Load):
                 state: StateDict = {"model": dict(self.state.model.state_dict())}
                 if not self.weights_only:
                     state["optimizers"] = {type(o).__qualname__: {} for o in self.state.optimizers}
-                wanted = drop_keys({"state": state}, self.ignore)
+                target = drop_keys({"state": state}, self.ignore)
             else:
-                wanted = self.wanted()
+                target = self.target_state()
         # Model and optimizer alone: nothing is lost without the rest of a file.
         heavy = ("model", "optimizers")
-        names = {"state": {k: v for k, v in wanted["state"].items() if k in heavy}}
+        names = {"state": {k: v for k, v in target["state"].items() if k in heavy}}
         values: Any = on_all_ranks(
             lambda: self._read(names) if reads else None, as_checkpoint_error
         )
         if not alone:
             return values
-        kept: StateDict = {}
+        tensors: StateDict = {}
         if values is not None:
-            kept = {k: values["state"].pop(k) for k in heavy if k in values["state"]}
+            tensors = {k: values["state"].pop(k) for k in heavy if k in values["state"]}
         # Weights and optimizer stay on rank 0; the others hear of everything else.
-        received, parts = of_rank0((values, list(kept)))
-        received["state"].update({name: kept.get(name) for name in parts})
+        received, parts = of_rank0((values, list(tensors)))
+        received["state"].update({name: tensors.get(name) for name in parts})
         return received
 
     def _open(self, path: Path, share: tuple[int, int]) -> None:
         self.saved = FileCheckpoint(path)
         self.saved.check(share)
 
-    def _read(self, wanted: StateDict) -> StateDict:
+    def _read(self, target: StateDict) -> StateDict:
         saved = self.saved
         self.averages = holds_averages(saved.values.get("state", {}).get("algorithms"))
         values = saved.values = drop_keys(saved.values, self.ignore)
         values.setdefault("state", {})
         saved.refresh()
-        self.carry(wanted)
+        self.carry(target)
         if self.carried:
             name, state = _MUON, values["state"]
-            own = _groups_of(self.state, name)
-            found = self.carried.from_saved(state["optimizers"][self.carried.source]["state"])
-            state["optimizers"] = {name: {"state": found, "param_groups": own}}
+            param_groups = _groups_of(self.state, name)
+            muon_state = self.carried.from_saved(state["optimizers"][self.carried.source]["state"])
+            state["optimizers"] = {name: {"state": muon_state, "param_groups": param_groups}}
             state.pop("schedulers", None)
             saved.refresh()
         groups, optimizers = {}, values["state"].get("optimizers", {})
-        for name in self.check_parts(wanted):
+        for name in self.check_parts(target):
             theirs, ours = optimizers[name]["param_groups"], _optimizer_of(self.state, name)
             for saved_group, group in zip(theirs, ours.param_groups, strict=False):
                 if "initial_lr" not in group:  # noted by a scheduler, and this run has none
@@ -450,7 +452,7 @@ class _FullLoad(_Load):
             if name in ADAPTIVE_LIONS:
                 optimizers[name] = lion_as_text(optimizers[name])
         self.check_groups(groups)
-        self.check_names(wanted)
+        self.check_names(target)
         _unalias(optimizers, every=self.state.fsdp_config is None)
         _rename_scaler(values["state"], self.scaler)
         return values

@@ -31,13 +31,15 @@ States = Mapping[str, set[str]]
 
 def saved_states(saved: Checkpoint, optimizers: Sequence[torch.optim.Optimizer]) -> States:
     """Returns whose state a checkpoint has, of the optimizers that both have. Collective: no."""
-    found: dict[str, set[str]] = {}
+    states: dict[str, set[str]] = {}
     for name in {type(optimizer).__qualname__ for optimizer in optimizers}:
-        fqns = {way[0] for way in saved.under("state", "optimizers", name, "state").values() if way}
+        fqns = {
+            keys[0] for keys in saved.under("state", "optimizers", name, "state").values() if keys
+        }
         numbered = any(isinstance(fqn, int) for fqn in fqns)  # not by torch's checkpoints
         if saved.under("state", "optimizers", name) and not numbered:
-            found[name] = {str(fqn) for fqn in fqns}
-    return found
+            states[name] = {str(fqn) for fqn in fqns}
+    return states
 
 
 @contextlib.contextmanager
@@ -59,11 +61,11 @@ def asking_for(
             if saved is None:
                 continue
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            wanted = {id(param) for param in params if not saved.isdisjoint(fqns[id(param)])}
-            if wanted != {id(param) for param in params if optimizer.state.get(param)}:
+            with_state = {id(param) for param in params if not saved.isdisjoint(fqns[id(param)])}
+            if with_state != {id(param) for param in params if optimizer.state.get(param)}:
                 optimizer.state.clear()
             for param in params:
-                if param.requires_grad is not (id(param) in wanted):
+                if param.requires_grad is not (id(param) in with_state):
                     trained.append((param, param.requires_grad))
                     param.requires_grad_(not param.requires_grad)
         yield
@@ -92,8 +94,8 @@ def load_optimizers(
     empty: list[tuple[torch.optim.Optimizer, int, dict[str, Any]]] = []
     for optimizer in optimizers:
         name = type(optimizer).__qualname__
-        own = (loaded or {}).get(name, {})
-        groups = of_rank0(own.get("param_groups", []))
+        state = (loaded or {}).get(name, {})
+        groups = of_rank0(state.get("param_groups", []))
         pairs = list(itertools.zip_longest(optimizer.param_groups, groups, fillvalue={}))
         for number, (group, saved) in enumerate(pairs):
             settings = {key: value for key, value in saved.items() if key != "params"}
@@ -102,8 +104,8 @@ def load_optimizers(
             elif states.get(name) == set():
                 group.update(settings)
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        if "param_groups" in own:
-            own["param_groups"] = [
+        if "param_groups" in state:
+            state["param_groups"] = [
                 {**{key: value for key, value in group.items() if key != "params"}, **saved}
                 for group, saved in pairs
                 if group["params"]

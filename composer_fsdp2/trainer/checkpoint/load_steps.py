@@ -79,8 +79,8 @@ def remove_keys(values: StateDict, keys: Sequence[str]) -> None:
             _remove(values, ways[key])
 
 
-def _remove(holder: Any, way: Sequence[str | int]) -> None:
-    first, *rest = way
+def _remove(holder: Any, keys: Sequence[str | int]) -> None:
+    first, *rest = keys
     if rest:
         _remove(holder[first], rest)
     if not rest or holder[first] == {}:
@@ -99,10 +99,10 @@ def notes_of(saved: Checkpoint, flat: Mapping[str, Any], left_out: Iterable[str]
         if torch.promote_types(saved.tensors[key].dtype, value.dtype) != value.dtype
     ]
     if keys:
-        stored, kept = saved.tensors[keys[0]].dtype, flat[keys[0]].dtype
+        stored, run_dtype = saved.tensors[keys[0]].dtype, flat[keys[0]].dtype
         yield (
             f"{len(keys)} tensors of '{saved.path}' lose precision: '{keys[0]}' is stored in "
-            f"{stored} and the run keeps it in {kept}."
+            f"{stored} and the run keeps it in {run_dtype}."
         )
     described = ("state.metadata.", "state.integrations.")  # nobody reads them back
     told = [key for key in left_out if not key.startswith(described)]
@@ -153,8 +153,8 @@ def fetched(
     if object_store is None and not is_tar(path) and not is_compressed_pt(path):
         yield Path(path), None
         return
-    with tempfile.TemporaryDirectory() as own:
-        folder = composers._get_local_rank_zero_path(own)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = composers._get_local_rank_zero_path(temporary)
         try:
             if object_store is not None and path.endswith(".symlink"):
                 path = extract_path_from_symlink(path, object_store=object_store)

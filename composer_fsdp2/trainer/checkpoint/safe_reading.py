@@ -82,9 +82,9 @@ def read_folder_metadata(original: Callable[[Any], Any], reader: Any) -> Any:
         return reader.checkpoint.metadata
     if (folder / METADATA).is_file():
         vet_pickle(folder / METADATA)
-    found = original(reader)
-    check_places(found, folder)
-    return found
+    metadata = original(reader)
+    check_places(metadata, folder)
+    return metadata
 
 
 def read_folder_data(

@@ -94,8 +94,8 @@ def check_saved_adapters(state: State) -> None:
     if not saves or not (getattr(model, "using_peft", False) and model.should_save_peft_only):
         return
     trained = (plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
-    kept = set(model.state_dict())
-    lost = [name for name in trained if name not in kept]
+    saved = set(model.state_dict())
+    lost = [name for name in trained if name not in saved]
     if lost:
         raise ConfigError(
             f"should_save_peft_only is on, and its checkpoints leave out {len(lost)} weights that "
@@ -124,10 +124,10 @@ def check_saved_names(state: State) -> None:
             if name not in saved or attribute == "_extra_state":
                 continue
             try:
-                found = hasattr(child.get_submodule(path), attribute)
+                exists = hasattr(child.get_submodule(path), attribute)
             except AttributeError:
-                found = False
-            if not found:
+                exists = False
+            if not exists:
                 raise ConfigError(
                     f"The state dict of the model has '{plain_name(name)}', and no module has a "
                     "parameter or buffer of that name: a `state_dict` of one's own or a hook adds "
@@ -159,7 +159,9 @@ def save_checkpoint(
     return _SavedState(state, save_filename, weights_only, ignore_keys).write(_savers(state))
 
 
-def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None = None) -> None:
+def write_whole_file(
+    state_dict: StateDict, path: Path, publications: Publications | None = None
+) -> None:
     """Writes one file as Composer does, under a hidden name until it is complete.
 
     Collective: no.
@@ -167,7 +169,7 @@ def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None
     Raises:
         CheckpointError: the file could not be written; what had its name is as it was.
     """
-    with staged(path, folder=False, replace=True, own=own) as temporary:
+    with staged(path, folder=False, replace=True, own=publications) as temporary:
         composers._write_checkpoint_file(state_dict, str(temporary))
 
 
@@ -210,8 +212,12 @@ class _SavedState:
             saved["metadata"][MESH] = run.shape.describe()  # for people: no load reads it
         self.sharded = state.fsdp_sharded_state_dict_enabled
         if "algorithms" in saved:
-            kept = saved["algorithms"]
-            form = spread_averages(kept) if self.sharded else whole_averages(kept, keep=first)
+            algorithms = saved["algorithms"]
+            form = (
+                spread_averages(algorithms)
+                if self.sharded
+                else whole_averages(algorithms, keep=first)
+            )
             saved["algorithms"] = form
         self.values = drop_keys(values, ignore_keys) if self.sharded or first else values
         if self.sharded and not first:
@@ -537,7 +543,7 @@ def save_monolith(original: Callable[..., None], saver: Any, state: State, logge
         values["model"] = state.get_model_state_dict()
         if saver.keep_optimizers:
             values["optimizers"] = state.get_optim_state_dict()
-    whole = {"state": values, "rng": reproducibility.get_rng_state()}
+    contents = {"state": values, "rng": reproducibility.get_rng_state()}
     folder, name = (
         format_name_with_dist_and_time(text, state.run_name, state.timestamp)
         for text in (saver.save_dir_format_str, saver.filename_format_str)
@@ -549,7 +555,7 @@ def save_monolith(original: Callable[..., None], saver: Any, state: State, logge
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole_file(whole, path)
+            write_whole_file(contents, path)
 
         together(None, write, path, when=first)
         if first and uploads:

@@ -81,10 +81,10 @@ def check_save_folder(
     for name in (filename, str(PurePosixPath(filename).parent / prefix)):
         pattern = pattern_of(name, run_name)
         # In a store a folder is the beginning of names.
-        whole = re.compile(rf"(?<![^/]){pattern.pattern}(?=/|\Z)")
+        path_pattern = re.compile(rf"(?<![^/]){pattern.pattern}(?=/|\Z)")
         constant = without_times(name, run_name).partition("{")[0]
-        found = _local_names(folder, name) if store is None else _objects(store, constant, folder)
-        for match in filter(None, map(whole.search, found)):
+        paths = _local_names(folder, name) if store is None else _objects(store, constant, folder)
+        for match in filter(None, map(path_pattern.search, paths)):
             counts = {unit: int(text) for unit, text in match.groupdict().items()}
             path = None if store is not None else Path(folder, match[0])
             if _is_later(counts, now, path):
@@ -105,8 +105,8 @@ def check_save_folder(
 
 def _local_names(folder: str, name: str) -> list[str]:
     """Returns what lies as deep in a folder as the name, relative to it."""
-    found = Path(folder).glob("/".join("*" * len(PurePosixPath(name).parts)))
-    return [path.relative_to(folder).as_posix() for path in found]
+    paths = Path(folder).glob("/".join("*" * len(PurePosixPath(name).parts)))
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def _objects(store: ObjectStore, constant: str, folder: str) -> list[str]:

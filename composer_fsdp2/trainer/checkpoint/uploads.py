@@ -71,7 +71,7 @@ def save_and_upload(
     Raises:
         CheckpointError: on every rank, wherever one of them failed.
     """
-    kept, saves = list(saver.saved_checkpoints), saver.symlink_count
+    checkpoints, saves = list(saver.saved_checkpoints), saver.symlink_count
 
     def save() -> None:
         # Composer names files by the rank at its import, which a program that forks has not yet.
@@ -96,8 +96,8 @@ def save_and_upload(
     if saver.remote_uploader is not None:
         _checks.update(task[0] for task in saver.symlink_upload_tasks)
     # Rank 0 has removed old checkpoints by now, from the folder that it sees.
-    kept += list(saver.all_saved_checkpoints_to_timestamp)[-1:]  # the one just saved
-    for path in set(kept) - set(saver.saved_checkpoints):
+    checkpoints += list(saver.all_saved_checkpoints_to_timestamp)[-1:]  # the one just saved
+    for path in set(checkpoints) - set(saver.saved_checkpoints):
         if saver.num_checkpoints_to_keep >= 0 and state.fsdp_sharded_state_dict_enabled:
             shutil.rmtree(Path(path).parent, ignore_errors=True)
 

@@ -142,10 +142,10 @@ def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any
     Collective: yes, with tensor or expert parallelism.
     """
     values = original(ema)
-    average, own = values.get("ema_model"), ema.ema_model
-    if average is None or own is None or not _sharded(average["named_parameters_dict"].values()):
+    average, model = values.get("ema_model"), ema.ema_model
+    if average is None or model is None or not _sharded(average["named_parameters_dict"].values()):
         return values
-    forms = _forms.get(own, {})
+    forms = _forms.get(model, {})
     for part, tensors in average.items():
         average[part] = {
             plain_name(name): forms.get(name, FULLY_SHARDED).to_checkpoint(tensor)
@@ -164,14 +164,14 @@ def load_ema(
     Raises:
         CheckpointError: a parameter has no average.
     """
-    own = ema.ema_model
-    if not isinstance(own, EMAParameters) or not _sharded(own.named_parameters_dict.values()):
+    model = ema.ema_model
+    if not isinstance(model, EMAParameters) or not _sharded(model.named_parameters_dict.values()):
         original(ema, state, strict)
         return
     values = dict(ema.ensure_compatible_state_dict(state))
     average = values.pop("ema_model")
-    _fill(own.named_parameters_dict, average["named_parameters_dict"], _forms.get(own, {}))
-    _fill(own.named_buffers_dict, average["named_buffers_dict"])
+    _fill(model.named_parameters_dict, average["named_parameters_dict"], _forms.get(model, {}))
+    _fill(model.named_buffers_dict, average["named_buffers_dict"])
     original(ema, values, strict)
 
 
@@ -193,9 +193,9 @@ class ShardedAverage:
         learned = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
         share = 1 / (int(self.n_averaged) + 1)
         for name, value in model.state_dict().items():
-            own, now = local_part(self.weights[name]), local_part(value)
+            mean, now = local_part(self.weights[name]), local_part(value)
             averages = plain_name(name) in learned and share < 1
-            own.lerp_(now, share) if averages else own.copy_(now)
+            mean.lerp_(now, share) if averages else mean.copy_(now)
         self.n_averaged += 1
 
     def state_dict(self) -> _Tensors:
@@ -248,8 +248,8 @@ def whole_averages(algorithms: Any, keep: bool) -> Any:
     """
 
     def gathered(shards: DTensor) -> torch.Tensor | None:
-        whole = shards.full_tensor()
-        return whole.cpu() if keep else None
+        full = shards.full_tensor()
+        return full.cpu() if keep else None
 
     return tree_map_only(DTensor, gathered, algorithms)
 
@@ -268,17 +268,17 @@ def _sharded(tensors: Iterable[Any]) -> bool:
 
 @torch.no_grad()
 def _fill(
-    own: _Tensors,
-    given: Mapping[str, torch.Tensor],
+    target: _Tensors,
+    saved: Mapping[str, torch.Tensor],
     forms: Mapping[str, ParameterForm] | None = None,
 ) -> None:
     named: _Tensors = {}
-    for name, tensor in given.items():
+    for name, tensor in saved.items():
         named[plain_name(name)] = tensor
         while name.startswith("module."):  # a prefix of DDP, or of `AveragedModel`
             name = name.removeprefix("module.")
             named[plain_name(name)] = tensor
-    for name, tensor in own.items():
+    for name, tensor in target.items():
         value, form = named.get(plain_name(name)), (forms or {}).get(name, FULLY_SHARDED)
         shape = form.model_shape(tensor.shape)
         if value is None or value.shape != shape:

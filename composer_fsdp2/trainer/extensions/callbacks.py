@@ -82,40 +82,40 @@ def logged_norms(
         gradient, seen = f"{_GRADIENT}/{name}", f"seen/{name}"
         param.grad = torch.zeros_like(param) if grad is None else grad
         try:
-            norms, own = [seen], dict[str, Any]()
+            norms, values = [seen], dict[str, Any]()
             if report is not None and of_shards:
-                own = _report_of_shard(optimizer, name, param)
-                norms += [metric for metric in own if metric.startswith(_NORM)]
+                values = _report_of_shard(optimizer, name, param)
+                norms += [metric for metric in values if metric.startswith(_NORM)]
             elif report is not None:
-                own = dict(report(param, name, {}))
+                values = dict(report(param, name, {}))
             local = local_part(param.grad)
-            if gradient not in own:
-                own[gradient] = torch.linalg.vector_norm(local)
+            if gradient not in values:
+                values[gradient] = torch.linalg.vector_norm(local)
                 norms.append(gradient)
         finally:
             param.grad = grad
-        names[name] = list(own)
+        names[name] = list(values)
         # A number that is 0 if no rank has a gradient.
-        metrics |= {**own, seen: local.new_full((), float(grad is not None))}
+        metrics |= {**values, seen: local.new_full((), float(grad is not None))}
         shards.update(dict.fromkeys(norms, groups_of(param)))
     numbers = whole_metrics(metrics, shards)
-    for name, own in names.items():
+    for name, reported_names in names.items():
         if numbers.pop(f"seen/{name}") == 0:
-            for metric in own:
+            for metric in reported_names:
                 del numbers[metric]
     return numbers
 
 
 def _report_of_shard(optimizer: Any, name: str, param: torch.Tensor) -> dict[str, Any]:
     """Returns the optimizer's report of a parameter that is this rank's shard."""
-    held = optimizer.state.get(param)
-    if held is None or param.grad is None:
+    state = optimizer.state.get(param)
+    if state is None or param.grad is None:
         return {}
     shard = local_part(param).detach()
     shard.grad = local_part(param.grad)
     optimizer.state[shard] = {
         key: local_part(value) if isinstance(value, torch.Tensor) else value
-        for key, value in held.items()
+        for key, value in state.items()
     }
     try:
         return dict(optimizer.report_per_parameter_metrics(shard, name, {}))
@@ -138,8 +138,8 @@ def check_loss(original: Callable[..., None], monitor: Any, state: State, logger
     error = None
     try:
         original(monitor, state, logger)
-    except (RuntimeError, TypeError) as found:
-        error = found
+    except (RuntimeError, TypeError) as caught:
+        error = caught
     if agreement_of(run.device).any_rank(error is not None):
         raise error or RuntimeError("Train loss contains a NaN on another rank.")
 
@@ -197,8 +197,8 @@ def freeze_named_parameters(
         original(callback, state, logger)
         return
     names = {plain_name(name): name for name, _ in state.model.named_parameters()}
-    found = {names.get(name, name) for name in callback.layer_names}
-    with override_attribute(callback, "layer_names", found):
+    layer_names = {names.get(name, name) for name in callback.layer_names}
+    with override_attribute(callback, "layer_names", layer_names):
         original(callback, state, logger)
 
 
@@ -207,6 +207,6 @@ def keep_learning_rates(
 ) -> dict[str, Any]:
     """Replaces `DecoupledAdaLRLion.pre_reduce_metrics`: learning rates are no norms."""
     rates = {k: v for k, v in optimizer_metrics.items() if k.startswith("layerwise_lr")}
-    found = original(optimizer, optimizer_metrics)  # changes what it is given
+    reduced = original(optimizer, optimizer_metrics)  # changes what it is given
     params = (param for group in optimizer.param_groups for param in group["params"])
-    return {**found, **rates} if any(isinstance(param, DTensor) for param in params) else found
+    return {**reduced, **rates} if any(isinstance(param, DTensor) for param in params) else reduced

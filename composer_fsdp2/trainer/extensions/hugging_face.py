@@ -50,15 +50,15 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     Raises:
         CheckpointError: it could not be written, or not all ranks called; on every rank that did.
     """
-    given = inspect.signature(original).bind(*args, **kwargs)
-    given.apply_defaults()
-    model, folder = given.args[0], given.arguments["save_directory"]
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    model, folder = bound.args[0], bound.arguments["save_directory"]
 
     def save() -> Any:
         sharded = type(model)
         model.__class__ = own_class(model)  # its name is written into `config.json`
         try:
-            return original(*given.args, **given.kwargs)
+            return original(*bound.args, **bound.kwargs)
         except Exception as error:
             refused = write_failure(error)
             if refused is None:
@@ -68,7 +68,7 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             model.__class__ = sharded
 
     # PEFT takes it as one of the arguments it does not name.
-    if given.kwargs.get("state_dict", given.arguments.get("state_dict")) is not None:
+    if bound.kwargs.get("state_dict", bound.arguments.get("state_dict")) is not None:
         return save()
     if is_summoned(model):
         # The ranks that were not shown full parameters have nothing to write.
@@ -77,7 +77,7 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     _await_everyone()
     mains = [
         facts["~main"]
-        for facts in raise_on_all_ranks({"~main": given.arguments["is_main_process"]})
+        for facts in raise_on_all_ranks({"~main": bound.arguments["is_main_process"]})
     ]
     writer = mains.index(True) if any(mains) else 0
     first = writer == 0

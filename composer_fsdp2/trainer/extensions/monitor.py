@@ -112,13 +112,13 @@ class FSDP2Monitor(Callback):
 
         Collective: yes, over the default group, with `expert_parallel`.
         """
-        found: dict[str, float] = dict(self._traffic.counts) if dist.get_world_size() > 1 else {}
+        metrics: dict[str, float] = dict(self._traffic.counts) if dist.get_world_size() > 1 else {}
         if state.device.name == "gpu":
-            found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            metrics["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
         seconds = state.timestamp.batch_wct.total_seconds()
         flops = getattr(state.model, "flops_per_batch", None)
         if flops is not None and self.gpu_flops_available and seconds:
-            found["mfu"] = float(flops(state.batch)) / (seconds * self.gpu_flops_available)
+            metrics["mfu"] = float(flops(state.batch)) / (seconds * self.gpu_flops_available)
         layers = {name: experts_of(module) for name, module in state.model.named_modules()}
         experts = {name: layer for name, layer in layers.items() if layer is not None}
         if experts:
@@ -128,8 +128,8 @@ class FSDP2Monitor(Callback):
             parts = tokens.split([layer.count for layer in experts.values()])
             loads = [part.max() / part.sum().clamp(min=1) * len(part) for part in parts]
             for name, load in zip(experts, torch.stack(loads).tolist(), strict=True):
-                found[f"expert_load/{plain_name(name)}"] = load
-        logger.log_metrics({f"fsdp2/{name}": value for name, value in found.items()})
+                metrics[f"expert_load/{plain_name(name)}"] = load
+        logger.log_metrics({f"fsdp2/{name}": value for name, value in metrics.items()})
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Stops to hear of the units."""

@@ -178,16 +178,16 @@ def check_extensions(items: Iterable[Any]) -> None:
         for cls in type(item).__mro__:
             refusal = refused.get(cls)
             if refusal is not None and refusal.applies(item):
-                asked = f" with {refusal.what.partition(',')[0]}" if refusal.what else ""
+                argument = f" with {refusal.what.partition(',')[0]}" if refusal.what else ""
                 raise ConfigError(
-                    f"{cls.__name__}{asked} cannot run under FSDP2. {refusal.message}"
+                    f"{cls.__name__}{argument} cannot run under FSDP2. {refusal.message}"
                 )
 
 
 def _is_required(name: str) -> bool:
     """Whether Composer adds an algorithm of this name when a checkpoint was trained with it."""
-    known = getattr(algorithms, name, None)
-    return known is not None and known.required_on_load()
+    algorithm = getattr(algorithms, name, None)
+    return algorithm is not None and algorithm.required_on_load()
 
 
 def apply_required_algorithms(

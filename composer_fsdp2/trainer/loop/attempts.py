@@ -70,7 +70,7 @@ class Attempt:
         # A microbatch is a view of its batch, which a transform may change in place.
         tensors = tensors_of(trainer.state.batch)
         # torch counts the changes of a tensor in place in its `_version`.
-        self._versions = [] if searching else [(one, one._version) for one in tensors]
+        self._versions = [] if searching else [(tensor, tensor._version) for tensor in tensors]
         if searching:
             self._snapshot.keep(tensors)
 
@@ -103,14 +103,14 @@ class Attempt:
                 exit_.begin()
             size = state.device_train_microbatch_size
             microbatches = trainer._train_data_spec.split_batch(batch, size)
-            given = {"closure": closure} if trainer._use_closures() else {}
-            if not given:
+            closures = {"closure": closure} if trainer._use_closures() else {}
+            if not closures:
                 closure()
             for optimizer in state.optimizers:
                 if use_grad_scaling:
-                    state.scaler.step(optimizer, **given)
+                    state.scaler.step(optimizer, **closures)
                 else:
-                    optimizer.step(**given)
+                    optimizer.step(**closures)
             if exit_ is not None:
                 exit_.end()
         return losses

@@ -99,22 +99,22 @@ class _Even(StepListener):
 
     def split(self, batch: Any, size: int | float) -> Sequence[Any]:
         """Replaces `DataSpec.split_batch` of a whole batch. Collective: yes."""
-        found, unused = self.parts(batch, size), self._unused
+        parts, unused = self.parts(batch, size), self._unused
         asks = int(unused is not None and unused.must_compare)
-        minus_least, most, compare = self._agreement.maximum([-len(found), len(found), asks])
+        minus_least, most, compare = self._agreement.maximum([-len(parts), len(parts), asks])
         if unused is not None and compare:
             unused.compare()
-        self.left, self.only_added = most - len(found), not found and most > 0
-        example = found[-1] if found else None
+        self.left, self.only_added = most - len(parts), not parts and most > 0
+        example = parts[-1] if parts else None
         if most and not minus_least:  # a rank has none, and takes one of the last rank that has any
             rank = dist.get_global_rank()
-            _, giver = self._agreement.min_max(rank if found else -1)
+            _, giver = self._agreement.min_max(rank if parts else -1)
             # A pickled CUDA tensor would be put on the giver's device by every rank that gets it.
             box = [DeviceCPU().batch_to_device(example) if rank == giver else None]
             dist.broadcast_object_list(box, src=giver)
-            example = found[-1] if found else box[0]
+            example = parts[-1] if parts else box[0]
         self.added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
-        return [*self.added, *found]
+        return [*self.added, *parts]
 
     def updated(self, update: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `update_metric` of the model, which leaves added microbatches out."""
@@ -146,19 +146,19 @@ class EvenTraining(_Even):
 
         @functools.wraps(count)
         def counted(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            added = self.adding or any(batch is one for one in self.added)
+            added = self.adding or any(batch is added_batch for added_batch in self.added)
             return count(batch, *args, **kwargs) * (not added)
 
         return counted
 
     def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
         """Leaves out microbatches without a token to learn, where tokens are counted."""
-        found = super().parts(batch, size)
+        parts = super().parts(batch, size)
         if not self._on_tokens:
-            return found
+            return parts
         # The loss of a microbatch without any may be 0 / 0, and NaN times a weight of 0 is NaN.
         tokens = self._given.get_num_tokens_in_batch
-        return [part for part in found if tokens(part, token_type="loss_generating")]
+        return [part for part in parts if tokens(part, token_type="loss_generating")]
 
 
 class _Evaluation(_Even):
@@ -397,22 +397,22 @@ def train_microbatch(
     is_final_microbatch: bool,
 ) -> Mapping[str, torch.Tensor]:
     """Replaces `Trainer._train_microbatch`."""
-    run, given = _run_of(trainer), (use_grad_scaling, current_batch_size, is_final_microbatch)
+    run, arguments = _run_of(trainer), (use_grad_scaling, current_batch_size, is_final_microbatch)
     even = run.listener(EvenTraining)
     with explained(run), run.accumulation.microbatch(last=is_final_microbatch):
         if even is None or not even.left:
-            return original(trainer, *given)
+            return original(trainer, *arguments)
         # What an added microbatch changes is taken back, and none of its metrics count.
-        kept = Snapshot(run.device)
-        kept.keep_buffers(trainer.state.model)
+        snapshot = Snapshot(run.device)
+        snapshot.keep_buffers(trainer.state.model)
         even.left, even.adding = even.left - 1, True
         model = trainer._original_model
         try:
             with override_attribute(model, "update_metric", even.updated(model.update_metric)):
-                losses = original(trainer, *given)
+                losses = original(trainer, *arguments)
         finally:
             even.adding = False
-            kept.restore()
+            snapshot.restore()
     return {name: torch.zeros_like(loss) for name, loss in losses.items()}
 
 
@@ -464,7 +464,7 @@ def eval_loop(
                 (state.device, "batch_to_device"),
                 (trainer.engine, "run_event"),
             ]
-            changed += [(one, name, even.together(getattr(one, name))) for one, name in parts]
+            changed += [(owner, name, even.together(getattr(owner, name))) for owner, name in parts]
         for change in changed:
             stack.enter_context(override_attribute(*change))
         original(trainer, evaluator, metrics, subset_num_batches)
