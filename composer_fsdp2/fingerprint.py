@@ -67,11 +67,11 @@ def _walk(value: Any) -> Iterator[str]:
 
 def _joined(parts: list[ast.expr]) -> list[ast.expr]:
     """Parts of an f-string with neighbouring texts as one, which Python 3.12 keeps apart."""
-    found: list[ast.expr] = []
+    joined: list[ast.expr] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if isinstance(part, ast.Constant) and isinstance(last, ast.Constant):
-            found[-1] = ast.Constant(value=f"{last.value}{part.value}")
+            joined[-1] = ast.Constant(value=f"{last.value}{part.value}")
         elif not (isinstance(part, ast.Constant) and part.value == ""):
-            found.append(part)
-    return found
+            joined.append(part)
+    return joined

@@ -44,8 +44,8 @@ def lines_of(row: str) -> list[str]:
 
 def versions_of(row: str, names: Iterable[str]) -> dict[str, str]:
     """Returns the versions of packages that are the same for every Python."""
-    found = dict(line.split("==") for line in lines_of(row) if ";" not in line)
-    return {name: found[name] for name in names}
+    versions = dict(line.split("==") for line in lines_of(row) if ";" not in line)
+    return {name: versions[name] for name in names}
 
 
 def row_of(versions: Mapping[str, str]) -> str | None:

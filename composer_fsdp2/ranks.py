@@ -35,17 +35,17 @@ __all__ = [
 Value = TypeVar("Value")
 
 
-def all_gather_tensor(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_tensor(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fills a tensor with those of all ranks, in their order. Collective: yes, over the group.
 
     Args:
-        whole: as large as those of all ranks, one after the other in the first dimension.
-        own: of this rank; the same shape on each.
+        output: as large as those of all ranks, one after the other in the first dimension.
+        shard: of this rank; the same shape on each.
         group: of the ranks.
     """
     # Torch 2.14 warns of the name that older torch has alone.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, own, group=group)
+    gather(output, shard, group=group)
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:
@@ -213,10 +213,10 @@ _VARIABLES = (
 
 def installation(packages: Iterable[str]) -> dict[str, str]:
     """Returns the facts, besides the model, that must be the same on all ranks of a run."""
-    found = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    variables = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     return {
         "set of packages": _versions(tuple(packages), tuple(sys.path)),
-        "environment": "\n".join(found),
+        "environment": "\n".join(variables),
     }
 
 
@@ -238,9 +238,9 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     """
     if dist.get_world_size() == 1:
         return flag
-    found = torch.tensor([int(flag)], device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
+    any_flag = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(any_flag, op=dist.ReduceOp.MAX)
+    return bool(any_flag.item())
 
 
 def of_rank0(value: Any) -> Any:

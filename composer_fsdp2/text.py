@@ -22,9 +22,9 @@ Value = TypeVar("Value")
 
 def listed(names: Iterable[object], most: int = 5, quote: str = "'") -> str:
     """Returns the first names, and how many there are besides: `'a', 'b' and 3 more`."""
-    found = [f"{quote}{name}{quote}" for name in names]
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
+    quoted = [f"{quote}{name}{quote}" for name in names]
+    more = f" and {len(quoted) - most} more" if len(quoted) > most else ""
+    return ", ".join(quoted[:most]) + more
 
 
 def quoted(path: str, root: str = "the model") -> str:
