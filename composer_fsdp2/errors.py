@@ -22,4 +22,4 @@ class PatchError(RuntimeError):
 
 
 class ShardReadError(RuntimeError):
-    """A part of a sharded tensor was about to be read as if it were the whole."""
+    """A shard of a tensor was about to be read as if it were the full tensor."""

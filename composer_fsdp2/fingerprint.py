@@ -66,7 +66,7 @@ def _walk(value: Any) -> Iterator[str]:
 
 
 def _joined(parts: list[ast.expr]) -> list[ast.expr]:
-    """Parts of an f-string with neighbouring texts as one, which Python 3.12 keeps apart."""
+    """Joins neighbouring texts of an f-string, which Python 3.12 keeps apart."""
     joined: list[ast.expr] = []
     for part in parts:
         last = joined[-1] if joined else None

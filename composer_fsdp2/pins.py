@@ -54,7 +54,7 @@ def row_of(versions: Mapping[str, str]) -> str | None:
 
 
 def _pinned(file: str) -> dict[str, list[str]]:
-    """Returns the lines of a list, by the name of the package; one for each Python."""
+    """Returns the lines of a list by package: a package may have a line for each Python."""
     pinned: dict[str, list[str]] = {}
     for line in _read(file):
         pinned.setdefault(line.partition("==")[0], []).append(line)

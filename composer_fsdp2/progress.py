@@ -13,7 +13,7 @@ from tqdm import tqdm
 __all__ = ["counting_bytes"]
 
 _DELAY_SECONDS = 2.0
-"""what is done sooner has no bar"""
+"""a task that ends sooner has no bar"""
 
 
 @contextmanager

@@ -36,11 +36,11 @@ Value = TypeVar("Value")
 
 
 def all_gather_tensor(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fills a tensor with those of all ranks, in their order. Collective: yes, over the group.
+    """Gathers equal shards of all ranks into one tensor. Collective: yes, over the group.
 
     Args:
-        output: as large as those of all ranks, one after the other in the first dimension.
-        shard: of this rank; the same shape on each.
+        output: the shards in the order of the ranks, `(ranks * rows, ...)`.
+        shard: of this rank, `(rows, ...)`; the same shape on each rank.
         group: of the ranks.
     """
     # Torch 2.14 warns of the name that older torch has alone.
@@ -119,7 +119,7 @@ def on_all_ranks(
     explain: Callable[[BaseException], BaseException] = lambda error: error,
     group: dist.ProcessGroup | None = None,
 ) -> Value:
-    """Acts, and raises one error on every rank when any rank could not.
+    """Calls a function, and raises one error on every rank when it fails on any rank.
 
     Collective: yes, over `group`.
 
@@ -208,7 +208,7 @@ _VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-"""of the environment: ranks that differ in them compute other numbers, or wait for each other"""
+"""of the environment: ranks with other values compute other numbers, or wait for each other"""
 
 
 def installation(packages: Iterable[str]) -> dict[str, str]:

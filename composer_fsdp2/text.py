@@ -67,7 +67,7 @@ def ranks_by(values: Iterable[Value]) -> dict[Value, list[int]]:
 
 
 def rank_text(ranks: Iterable[int]) -> str:
-    """Numbers in ascending order, such as `ranks 0-3, 6`."""
+    """Returns numbers of ranks in ascending order, such as `ranks 0-3, 6`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

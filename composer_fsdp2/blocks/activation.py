@@ -63,7 +63,7 @@ Choice = Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPlan:
-    """Which modules forget their activations, and how they get them back. Names only.
+    """Names the modules that free their activations, and says how backward gets them back.
 
     Example:
         >>> from composer_fsdp2 import ActivationPlan
@@ -75,7 +75,7 @@ class ActivationPlan:
     recompute: bool
     """runs forward again in backward"""
     offload: bool
-    """keeps what is saved in CPU memory"""
+    """keeps the tensors saved for backward in CPU memory"""
     selective: bool = False
     """recomputes all but matrix products, convolutions and attention"""
     preserve_rng_state: bool = True
@@ -135,9 +135,9 @@ def plan_activation(
     def is_wanted(name: str, module: nn.Module) -> bool:
         if choose is not None and not by_name and not counts:
             return choose(name, module)
-        chosen = name in (selected if by_name else positions)
-        if not chosen or not counts:
-            return chosen
+        is_listed = name in (selected if by_name else positions)
+        if not is_listed or not counts:
+            return is_listed
         block = next((outer for outer in outer_names(name) if outer in positions), None)
         if block is None:
             return False
@@ -209,7 +209,7 @@ class ActivationCheckpointing(Transformation[ActivationPlan]):
 
 
 def _refuse_learned_prefix(tree: ModuleTree) -> None:
-    """PEFT refuses it with its own checkpointing too, for the same reason."""
+    """Refuses prompts that PEFT learns, as PEFT does beside its own checkpointing."""
     for _, module in tree.modules():
         adapters = getattr(module, "peft_config", None)
         for adapter in adapters.values() if isinstance(adapters, dict) else ():
@@ -291,7 +291,7 @@ _KEEPS = ContextVar("keeps", default=True)
 
 @contextlib.contextmanager
 def keeping_nothing() -> Generator[None]:
-    """Has `selective` keep no results of what runs inside. Collective: no.
+    """Has `selective` keep no results of operators inside the block. Collective: no.
 
     For what runs again by itself in backward, or not at all.
     """
@@ -326,7 +326,7 @@ _EXPENSIVE = {
 
 
 class _Offload(OffloadWrapper):
-    """Keeps in CPU memory what the module saves for backward; see [Note: what is offloaded]."""
+    """Keeps tensors saved for backward in CPU memory; see [Note: what is offloaded]."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""

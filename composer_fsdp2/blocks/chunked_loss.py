@@ -106,7 +106,7 @@ class ChunkedHead:
 
 
 Change = Callable[[Tensor], Tensor]
-"""what is done to the logits between head and loss, for each token alone"""
+"""a function of the logits between head and loss, of each token alone"""
 
 
 @dataclass(slots=True, eq=False)
@@ -365,7 +365,7 @@ _FACTS = {
     *(torch.is_floating_point, *TENSOR_FACTS),
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
 }
-"""what is known without the values"""
+"""attributes that are known without the values"""
 
 _KNOWN: dict[Any, Callable[..., Any]] = {
     Tensor.contiguous: _same,
@@ -379,7 +379,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _watched,
     F.cross_entropy: _cross_entropy,
 }
-"""what else can be done with logits that are not there"""
+"""functions of torch that take logits without values"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,7 +419,7 @@ def plan_chunking(tree: ModuleTree, settings: ChunkingSpec) -> ChunkingPlan:
 
 
 class ChunkedLoss(Transformation[ChunkingPlan]):
-    """Runs head and loss on one part of the tokens after the other: `chunked_loss`."""
+    """Runs head and loss on one chunk of tokens after the other: `chunked_loss`."""
 
     def plan(self, facts: ModelFacts) -> ChunkingPlan | None:
         """Returns the heads that leave their logits to the loss."""
@@ -432,7 +432,7 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
         return None if spec is None else plan_chunking(facts.tree, spec)
 
     def adjust_units(self, plan: ChunkingPlan, units: WrapPlan) -> WrapPlan:
-        """Returns the units, of which those that own a head keep their weights after forward.
+        """Returns the units, with `reshard_after_forward=False` for those that own a head.
 
         Raises:
             PlanError: for a unit inside a head.

@@ -48,7 +48,7 @@ __all__ = [
 _ORIGIN = (8, 9)
 """the first CUDA capability that multiplies fp8"""
 _STEP = 16
-"""what fp8 matrix products need sizes to be a multiple of"""
+"""sizes of fp8 matrix products have to be a multiple of this"""
 _WORTHWHILE = 128
 """smaller layers, such as adapters, lose more by the casts than they gain"""
 
@@ -59,7 +59,7 @@ class Float8Plan:
 
     modules: tuple[str, ...]
     gathered: tuple[str, ...]
-    """those of them whose weight is cast before it is sent"""
+    """layers whose weight is cast before the all-gather"""
     settings: Float8Spec
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Float8Plan:
 
 
 def check_float8(settings: Float8Spec, device_type: str) -> None:
-    """Refuses what this machine cannot do. Collective: no.
+    """Refuses fp8 products where this machine has none. Collective: no.
 
     Raises:
         ConfigError: without torchao, or a device that multiplies fp8.
@@ -174,7 +174,7 @@ class Float8Linear(Transformation[Float8Plan]):
     def after_sharding(
         self, tree: ModuleTree, plan: Float8Plan, units: Mapping[str, FSDPModule]
     ) -> None:
-        """Has weights of the plan cast before they are sent."""
+        """Has the all-gather of each unit send weights of the plan in fp8."""
         layers = {layer.weight: layer for layer in map(tree.root.get_submodule, plan.gathered)}
         for group in (group for unit in units.values() for group in param_groups(unit)):
             cast_params = [param for param in params_of(group) if sharded_param(param) in layers]

@@ -91,7 +91,7 @@ def plan_tiling(
 
 
 class TiledMLP(Transformation[TilingPlan]):
-    """Runs MLPs on one part of the sequence after the other: `tiled_mlp`."""
+    """Runs MLPs on one tile of the sequence after the other: `tiled_mlp`."""
 
     def plan(self, facts: ModelFacts) -> TilingPlan | None:
         """Returns the MLPs to cut."""
@@ -155,7 +155,7 @@ class _Tiled:
 
     @torch.no_grad()
     def _difference(self, inputs: torch.Tensor, tiles: tuple[torch.Tensor, ...]) -> str | None:
-        """Runs both ways without dropout, and returns how they differ."""
+        """Runs the MLP whole and in tiles, without dropout, and returns how the results differ."""
         training = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:

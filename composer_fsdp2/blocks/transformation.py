@@ -30,15 +30,15 @@ Plan = TypeVar("Plan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The run as transformations may know it before anything is changed."""
+    """Holds the facts of a run that transformations may read before anything is changed."""
 
     tree: ModuleTree
     """the model, read once"""
     settings: FSDP2Config
     units: WrapPlan
-    """as the transformations before have left it"""
+    """as the earlier transformations have left the model"""
     blocks: tuple[str, ...]
-    """names of the model's blocks; those in a tower too, which are no units"""
+    """names of the model's blocks, with those of a tower, which are no units"""
     shard_ranks: int
     """ranks that share one copy of the parameters"""
     device_type: str
@@ -74,7 +74,7 @@ class Transformation(ABC, Generic[Plan]):
 
     @abstractmethod
     def plan(self, facts: ModelFacts) -> Plan | None:
-        """Returns names and numbers, or `None` where the settings do not ask for it.
+        """Returns the plan, names and numbers; `None` where no setting asks for the transformation.
 
         Collective: no. Changes nothing.
 
@@ -87,7 +87,7 @@ class Transformation(ABC, Generic[Plan]):
         """Refuses what this machine, this torch or the units make impossible. Collective: no."""
 
     def adjust_units(self, plan: Plan, units: WrapPlan) -> WrapPlan:
-        """Returns the units as this transformation needs them. Collective: no."""
+        """Returns the units with the changes that this transformation needs. Collective: no."""
         return units
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Transformation(ABC, Generic[Plan]):
         """Changes the model in place. Collective: no."""
 
     def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> Any:
-        """Changes the model in place, where that needs the ranks among which it is divided.
+        """Changes the model in place, where the change needs the mesh. Collective: no.
 
         Collective: no, but for a `Parallelism` of `parallel.parallelism`, which returns its ranks.
 
@@ -107,7 +107,7 @@ class Transformation(ABC, Generic[Plan]):
         self.apply(tree, plan)
 
     def after_sharding(self, tree: ModuleTree, plan: Plan, units: Mapping[str, FSDPModule]) -> None:
-        """Finishes what needs shards. Collective: no.
+        """Finishes the transformation after `fully_shard`. Collective: no.
 
         Args:
             tree: of the model.
@@ -134,7 +134,7 @@ class PlannedTransformation:
 def plan_transformations(
     steps: Sequence[Transformation[Any]], facts: ModelFacts
 ) -> tuple[tuple[PlannedTransformation, ...], ModelFacts]:
-    """Plans and checks transformations, each with the units as those before it need them.
+    """Plans and checks transformations in order; each may change the units for the next ones.
 
     Collective: no.
 

@@ -32,7 +32,7 @@ class VocabularyPart:
 
     @classmethod
     def of(cls, logits: DTensor) -> VocabularyPart | None:
-        """Returns this rank's part of logits, `None` where they are not divided by classes."""
+        """Returns this rank's range of classes, `None` where logits are not sharded by classes."""
         (placement,) = logits.placements
         if not placement.is_shard(logits.ndim - 1):
             return None
@@ -50,12 +50,12 @@ class Statistics:
     target: Tensor
     """logit of the target"""
     predicted: Tensor
-    """the likeliest class; the first one where several are"""
+    """the likeliest class; the first of equally likely classes"""
 
     @classmethod
     @torch.no_grad()
     def of(cls, logits: Tensor, targets: Tensor, ignored: int, part: VocabularyPart) -> Statistics:
-        """Asks all ranks of the group. Collective: yes, one all-gather.
+        """Computes the statistics over all classes. Collective: yes, one all-gather.
 
         Args:
             logits: `(tokens, classes of this rank)`.
@@ -96,7 +96,7 @@ class Statistics:
 
 
 def _inside(targets: Tensor, logits: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Returns which targets are on this rank, and where, `(tokens, 1)`; 0 for the others."""
+    """Returns which targets this rank has, and their index `(tokens, 1)`, 0 for other targets."""
     local = targets - part.start
     inside = (local >= 0) & (local < logits.size(-1))
     return inside, local.where(inside, torch.zeros_like(local)).unsqueeze(1)

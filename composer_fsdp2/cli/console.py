@@ -45,7 +45,7 @@ EXIT_CODES = (
 
 @contextmanager
 def reported() -> Generator[None]:
-    """Turns an error into a message first, the cure at its end, and an exit code.
+    """Turns an error into a message, whose cure is bold, and an exit code.
 
     What the user can correct has no traceback, and exit code 2. The traceback of anything else goes
     to a file that the message names, and the exit code is 1.

@@ -104,7 +104,7 @@ class DoctorReport:
     findings: list[Finding]
     units: WrapPlan | None = None
     predicted_step: Mapping[str, Any] | None = None
-    """bytes of a step; `None` where nobody asks for them"""
+    """predicted bytes of a step; `None` where the report has no forecast"""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -178,7 +178,7 @@ def diagnose(
 
 
 def _read_facts(config: Path, cfg: DictConfig, cluster: Cluster) -> RunFacts:
-    """Reads what a run asks for.
+    """Reads the settings of a run.
 
     Raises:
         ConfigError: its block of parallelism is wrong.
@@ -224,7 +224,7 @@ def cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
 
 
 def rehearsed(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> Rehearsal:
-    """Goes through a run, without what libraries say when they are imported."""
+    """Rehearses a run, without the output of libraries that are imported."""
     with environment(OFFLINE), quiet():
         from composer_fsdp2.shard.units import collector_paused
 

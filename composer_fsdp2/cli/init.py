@@ -151,7 +151,7 @@ def _memory_of(gpu: str) -> float:
 
 
 def _ask(answers: dict[str, Any]) -> dict[str, Any]:
-    """Asks for what is not given; nobody can answer where there is no terminal."""
+    """Asks for missing answers, and refuses where there is no terminal."""
     from composer_fsdp2.tools.starter import check_answers
 
     missing = [name for name, value in answers.items() if value is None]

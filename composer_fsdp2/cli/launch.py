@@ -73,7 +73,7 @@ def under_own_launcher() -> bool:
 
 
 def default_ranks() -> int:
-    """Returns one rank per GPU; two on a machine without any, the fewest that shard something."""
+    """Returns one rank per GPU, and two ranks on a machine without GPUs."""
     import torch
 
     return torch.cuda.device_count() or 2

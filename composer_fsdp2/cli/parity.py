@@ -107,7 +107,7 @@ def parity(
 def _prepare(
     paths: tuple[Path, Path], overrides: list[str], *, ranks: int | None, allow_different: bool
 ) -> tuple[list[Job], list[str], int]:
-    """Reads both configurations, refuses what cannot be compared, and makes them comparable."""
+    """Reads both configurations, refuses different jobs, and makes the runs comparable."""
     import torch
 
     from composer_fsdp2.tools.migrate.signs import check_is_run

@@ -122,7 +122,7 @@ def plan(
 
 
 def _draw(run: Path, rehearsal: Rehearsal, forecast: Forecast | None, plot: Path) -> None:
-    """Draws units, and memory of a step where it is known."""
+    """Draws units, and memory of a step where there is a forecast."""
     from composer_fsdp2.tools.pictures import plan_picture, write_figure
 
     assert rehearsal.units is not None
@@ -133,7 +133,7 @@ def _draw(run: Path, rehearsal: Rehearsal, forecast: Forecast | None, plot: Path
 
 
 def _check_outputs(**outputs: object) -> None:
-    """Refuses options of which one prints a table that has no place for the others."""
+    """Refuses two options of which each prints its own document."""
     options = [f"--{name}" for name, value in outputs.items() if value]
     if options[1:] and options[0] in ("--compare", "--search"):
         raise ConfigError(
@@ -143,7 +143,7 @@ def _check_outputs(**outputs: object) -> None:
 
 
 def _read(run: Path, overrides: list[str]) -> DictConfig:
-    """Reads a run that asks for FSDP2; one of FSDP1 as `migrate` would write it.
+    """Reads a run with FSDP2; a run with FSDP1 is read as `migrate` would write it.
 
     Raises:
         ConfigError: it asks for neither, or is no run.
@@ -208,7 +208,7 @@ def _large_enough(cluster: Cluster, cfg: DictConfig) -> Cluster:
 
 
 def _planned(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
-    """Rehearses a run and tells what it finds; ends where the model cannot be planned."""
+    """Rehearses a run and prints the findings; ends where the model cannot be planned."""
     rehearsal = rehearsed(cfg, cluster, plan_only=True)
     for finding in rehearsal.findings:
         say(f"[yellow]{finding.level}: {escape(finding.what)}[/] {escape(finding.advice)}")

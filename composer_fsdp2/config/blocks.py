@@ -59,7 +59,7 @@ def _is_target(target: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSpec:
-    """Which modules are computed again in backward, and what of them is kept.
+    """Settings of modules that are computed again in backward.
 
     Example:
         >>> from composer_fsdp2 import ActivationSpec
@@ -137,7 +137,7 @@ ACTIVATION = mapping(
 
 
 def check_activation_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """Refuses a budget without the compiler, which alone can keep to it."""
+    """Refuses a memory budget without the compiler, which alone has budgets."""
     budget = getattr(values["activation_checkpointing"], "memory_budget", None)
     if budget is not None and not values["compile"]:
         errors.append(
@@ -164,7 +164,7 @@ class CompileSpec:
 
 
 def _check_blocks_key(key: str, raw: Any, errors: list[str]) -> Any:
-    """Takes out `blocks: true`, which says what is done anyway."""
+    """Takes out `blocks: true`, which is the only way to compile."""
     if not isinstance(raw, dict):
         return raw
     values = dict(raw)
@@ -191,7 +191,7 @@ COMPILE = mapping(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilingSpec:
-    """MLPs that are run on one part of the sequence after the other."""
+    """Settings of MLPs that run on one tile of the sequence after the other."""
 
     shards: int = setting(REQUIRED, count("parts", 2), "number of parts")
     classes: tuple[str, ...] = setting((), _PATTERNS, "class names of the modules")
@@ -222,7 +222,7 @@ def check_tiling_together(values: Mapping[str, Any], errors: list[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkingSpec:
-    """A head and its loss on one part of the tokens after the other."""
+    """Settings of a head and loss that run on one chunk of tokens after the other."""
 
     chunks: int = setting(
         REQUIRED, count("parts"), "number of parts; 1 with `tensor_parallel` alone"

@@ -67,7 +67,7 @@ FSDP1_NOT_SUPPORTED = {
     ),
     "te_shard_fp8_weight": (False, "fp8 weights are not supported yet; take it out"),
 }
-"""Key -> (value that changes nothing, cure for the others)."""
+"""Key -> (value that changes nothing, cure for other values)."""
 
 _DEGREES = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
 

@@ -22,11 +22,11 @@ TENSOR_KEY = "tensor_parallel"
 SEQUENCE_KEY = "sequence_parallel"
 EXPERT_KEY = "expert_parallel"
 BESIDE = {SEQUENCE_KEY: SEQUENCE_KEY, "ep": EXPERT_KEY}
-"""keys of `parallelism_config` beside `fsdp2`, and the settings of FSDP2 that they are"""
+"""keys of `parallelism_config` beside `fsdp2` -> the setting of FSDP2"""
 
 
 def ranks_of_a_batch(settings: FSDP2Config) -> int:
-    """Returns how many ranks, next to each other, read the same batch; 1 is each its own."""
+    """Returns how many consecutive ranks read the same batch; 1: each rank reads its own."""
     tensor, sequence = settings.tensor_parallel, settings.sequence_parallel
     return (tensor.degree if tensor else 1) * (sequence.degree if sequence else 1)
 

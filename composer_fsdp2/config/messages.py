@@ -22,7 +22,7 @@ __all__ = [
 _LONGEST = 200
 _LONGEST_TEXT = 1500
 _LONGEST_WORD = 100
-"""a longer one is no misspelling of anything"""
+"""a longer word is no misspelling of a key"""
 _MOST_ERRORS, _MOST_KEYS = 20, 10
 
 
@@ -71,7 +71,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def unknown_keys(keys: Sequence[str], valid: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yields a sentence about each key that does not exist, and one about those beyond."""
+    """Yields a sentence about each unknown key, and one sentence if there are more of them."""
     for name in (ascii_repr(key).strip("'") for key in keys[:_MOST_KEYS]):
         hint = nearest(name, valid) or f" Valid keys: {', '.join(sorted(valid))}."
         yield f"'{name}' is not a key of {where}. It would have no effect.{hint}"
@@ -98,7 +98,7 @@ def invalid_value(
 
 
 def raise_errors(errors: Sequence[str]) -> None:
-    """Raises all of them as one error, if there are any.
+    """Raises the messages as one numbered error, if there are any.
 
     Raises:
         ConfigError: numbered where there are several.

@@ -106,7 +106,7 @@ TENSOR_PARALLEL = mapping(
 )
 
 _Untried = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""settings that have not been tried beside another one: which values, and what may go wrong"""
+"""settings that are untried beside another setting: which values, and what may go wrong"""
 
 _UNTRIED_WITH_BOTH: _Untried = {
     "communication": (
@@ -170,7 +170,7 @@ def check_strategy(tp: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
-    """How many ranks divide each sequence, and what they exchange in attention."""
+    """Settings of sequence parallelism: how many ranks split each sequence, and how they attend."""
 
     degree: int = setting(1, count("ranks"), "ranks that divide each sequence; 1 is none")
     method: str = setting(
@@ -220,7 +220,7 @@ def check_sequence_parallel_together(values: Mapping[str, Any], errors: list[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
-    """How many ranks hold the experts of a layer between them, and which lists of experts."""
+    """Settings of expert parallelism: ranks that hold the experts of a layer, and which lists."""
 
     degree: int = setting(
         1, count("ranks"), "ranks that hold the experts of a layer between them; 1 is none"

@@ -41,7 +41,7 @@ class CPUOffload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """Switches of newer torch; asking an older one for them is an error."""
+    """Switches of newer torch's FSDP2; on an older torch they are refused."""
 
     reduce_scatter_buffers: int | None = setting(
         None,
@@ -112,7 +112,7 @@ def _check_options(key: str, value: OptimizerState, errors: list[str]) -> None:
 
 
 def check_state_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """Refuses another form of state where no step on local shards could read it."""
+    """Refuses a policy of optimizer state where no step on local shards could read the state."""
     is_set = values["optimizer_state"] != OptimizerState()
     if is_set and values["local_step"] is False:
         errors.append(

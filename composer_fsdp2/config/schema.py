@@ -485,7 +485,7 @@ _DECLARED: dict[str, Setting[Any]] = {}
 
 
 def known_settings() -> dict[str, Setting[Any]]:
-    """Returns every setting by name, those of `declare_setting` last."""
+    """Returns every setting by name, in order; settings of `declare_setting` are last."""
     return {**FIELDS, **_DECLARED}
 
 

@@ -61,15 +61,15 @@ __all__ = [
 T = TypeVar("T")
 
 Parse = Callable[[str, Any, list[str]], Any]
-"""Turns what YAML gives into the value: key, raw value, list that errors are appended to."""
+"""Parses a raw value of YAML: key, raw value, list that errors are appended to."""
 Check = Callable[[str, Any, list[str]], None]
-"""Appends to the list what is wrong with a value, and never raises."""
+"""Appends sentences about a wrong value to the list, and never raises."""
 CheckTogether = Callable[[Mapping[str, Any], list[str]], None]
 """Likewise for a setting beside all others: values by name, list of errors."""
 
 
 def _keep(_key: str, raw: Any, _errors: list[str]) -> Any:
-    """Parses nothing: the value is what YAML gives."""
+    """Returns the raw value of YAML."""
     return raw
 
 
@@ -82,13 +82,13 @@ class ValueType:
     """The values a setting can have."""
 
     expected: str
-    """these values in words, for errors and tables"""
+    """the valid values in words, for errors and tables"""
     accepts: Callable[[Any], bool]
-    """whether a value is one of them, as far as its type shows"""
+    """whether a value is valid, as far as its type shows"""
     check_inside: Check = _find_nothing
     """checks the parts of an accepted value"""
     parse: Parse = _keep
-    """keeps what it cannot parse for the check"""
+    """returns a value that it cannot parse as it is, for the check"""
     choices: tuple[str, ...] = ()
     """words among the values, of which an error shows the nearest"""
     example: str = ""
@@ -97,7 +97,7 @@ class ValueType:
     """the dataclass that a mapping becomes; its fields are the options"""
 
     def check(self, key: str, value: Any, errors: list[str]) -> None:
-        """Appends to `errors` what is wrong with the value."""
+        """Appends sentences about a wrong value to `errors`."""
         try:
             if self.accepts(value):
                 self.check_inside(key, value, errors)
@@ -111,7 +111,7 @@ class ValueType:
 
 @dataclass(frozen=True, kw_only=True)  # slots and Generic do not go together before Python 3.12
 class Setting(Generic[T]):
-    """One setting."""
+    """Declares one setting."""
 
     name: str
     default: T
@@ -119,19 +119,19 @@ class Setting(Generic[T]):
     meaning: str
     """for someone who looks for one fact; Markdown without line breaks"""
     check_together: CheckTogether = _find_nothing
-    """finds other settings that it cannot stand beside"""
+    """finds other settings that exclude this setting"""
     see: str = ""
-    """page of docs/ with more about it"""
+    """page of docs/ about the setting"""
     since: str = ""
-    """first version that has it; empty for 0.1.0, or for an option that came with its setting"""
+    """first version with the setting; empty for 0.1.0, and for an option as old as its setting"""
     example: str = ""
     """valid YAML with a value that is no default; a mapping in flow style for several keys"""
     saves: str = ""
-    """memory, bytes or time that it saves; a sentence"""
+    """memory, bytes or time that the setting saves; a sentence"""
     costs: str = ""
-    """the price of it; a sentence"""
+    """the price of the setting; a sentence"""
     same_on_ranks: bool = True
-    """whether its text is the same on all ranks; false for objects, shown with their address"""
+    """whether the value's text is the same on all ranks; false for objects, shown by address"""
 
     def of(self, settings: Any) -> T:
         """Reads the value in an `FSDP2Config` of a setting that `declare_setting` added."""
@@ -239,12 +239,12 @@ def plain(value: Any) -> Any:
 
 
 def is_number(value: Any, least: int = 1) -> bool:
-    """Whether it is a whole number of at least `least`, and not an absurd one."""
+    """Whether a value is a whole number of at least `least`, and not an absurd one."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < _MOST
 
 
 def is_string(value: Any) -> bool:
-    """Whether it is text that is not empty."""
+    """Whether a value is text that is not empty."""
     return isinstance(value, str) and bool(value)
 
 
@@ -255,12 +255,12 @@ NULL = ValueType(expected="null", accepts=lambda value: value is None)
 
 
 def choice(*words: str) -> ValueType:
-    """Takes one of these words."""
+    """Takes one of a few words."""
     return ValueType(expected=one_of(words), accepts=lambda value: value in words, choices=words)
 
 
 def count(things: str, least: int = 1) -> ValueType:
-    """Takes a whole number of these things."""
+    """Takes a whole number."""
     return ValueType(
         expected=f"a number of {things} >= {least}", accepts=lambda value: is_number(value, least)
     )
@@ -296,7 +296,7 @@ def null_or(values: ValueType) -> ValueType:
 
 
 def _is_path(value: Any) -> bool:
-    """Whether a system could have such a path; encoding fails for characters that are halves."""
+    """Whether a system could have the path; encoding fails for lone surrogates."""
     return is_string(value) and b"\0" not in value.encode()
 
 
@@ -323,7 +323,7 @@ def parse_list(_key: str, raw: Any, _errors: list[str]) -> Any:
 
 
 def one_or_more(key: str, raw: Any, errors: list[str]) -> Any:
-    """Parses null as nothing, and a single word as a list of one."""
+    """Parses null as an empty list, and a single word as a list of one."""
     return (raw,) if isinstance(raw, str) else _list_or_null(key, raw, errors)
 
 

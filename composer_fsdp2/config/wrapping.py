@@ -215,7 +215,7 @@ class WrapPolicy:
 
     @property
     def selects_blocks(self) -> bool:
-        """Whether it says itself what a block is, so that the model's own hooks are not asked."""
+        """Whether the policy names the blocks, so that the model's own hooks are not asked."""
         return bool(self.classes or self.names) or self.min_num_params is not None
 
 

@@ -29,24 +29,24 @@ __all__ = ["EqualBlocks", "copied", "extended", "find_equal_blocks"]
 _PERIODS = 6
 """longest period that is looked for"""
 _NUMBER = re.compile("idx|index|number|_id$")
-"""attributes in which a block keeps its own number"""
+"""attributes in which a block keeps its index"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualBlocks:
-    """Children of a list, each of which is equal to the one a period before."""
+    """Children of a list, each equal to the child one period before."""
 
     name: str
     """of the list"""
     count: int
     """children of the list"""
     start: int
-    """number of the first equal one"""
+    """index of the first equal child"""
     equal: int
     """how many there are"""
     period: int
     short: int
-    """periods that are traced; then one more of them"""
+    """periods of the shorter trace; the longer trace has one more"""
 
     def left_out(self, periods: int) -> range:
         """Returns the numbers of children without which so many periods are left."""
@@ -97,7 +97,7 @@ def find_equal_blocks(
 
 
 def _longest(name: str, signs: list[Any], period: int, short: int) -> EqualBlocks:
-    """The longest run in which each is equal to the one a period before."""
+    """Returns the longest run of children that are equal to the child one period before."""
     start, best = 0, (0, 0)
     for number in range(len(signs)):
         if number - period < start or signs[number] == signs[number - period]:
@@ -165,7 +165,7 @@ def copied(
 
 
 def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) -> Trace | None:
-    """Returns the trace with all blocks, from those with few; `None` if the plans do not fit.
+    """Returns the trace with all blocks from two traces with few; `None` if the plans do not fit.
 
     Collective: no. See [Note: equal blocks].
 

@@ -20,7 +20,7 @@ __all__ = ["GPUS", "Gpu", "Times", "gpu_named", "step_times"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """Published figures of a GPU and its connections."""
+    """Holds published figures of a GPU and its connections."""
 
     memory_gib: float
     flops: float

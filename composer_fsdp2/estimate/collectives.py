@@ -25,7 +25,7 @@ class Axis:
     """of the mesh axis: `dp_shard`, `ep`"""
     ranks: int
     nodes: int
-    """that they lie on; 1 is inside a node"""
+    """nodes that the ranks lie on; 1: they are inside a node"""
 
     def __str__(self) -> str:
         where = "inside a node" if self.nodes == 1 else f"across {self.nodes} nodes"
@@ -33,7 +33,7 @@ class Axis:
 
 
 Key = tuple[str, Axis]
-"""kind of a collective, and where it takes place"""
+"""kind of a collective, and the axis of its group"""
 
 
 _FIRST, _SECOND, _RESULT = 0, 1, -1

@@ -28,7 +28,7 @@ class Sent:
     axis: Axis
     calls: int
     size_bytes: int
-    """of whole tensors: what is gathered, or given to a reduction"""
+    """bytes of full tensors: outputs of gathers, inputs of reductions"""
 
     @property
     def wire_bytes(self) -> float:
@@ -39,7 +39,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """One training step of a rank, in bytes."""
+    """Holds the forecast of one training step of a rank, in bytes."""
 
     ranks: int
     ranks_per_node: int
@@ -47,7 +47,7 @@ class Forecast:
     held: dict[str, int]
     """parameters, buffers, gradients and optimizer state"""
     on_host: tuple[str, ...] = ()
-    """those of `held` that are in CPU memory"""
+    """kinds of `held` that are in CPU memory"""
     kept: dict[str, int] | None = None
     """activations and logits that a forward leaves for backward; `None` is unknown"""
     gathered_bytes: int
@@ -59,7 +59,7 @@ class Forecast:
     """the most memory on the device between two events, in the order of the step"""
     sent: tuple[Sent, ...] = ()
     flops: int = 0
-    """with what is computed a second time in backward"""
+    """FLOPs of a step, with those of recomputation in backward"""
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,7 +68,7 @@ class Forecast:
         return sum(self.peak.values())
 
     def of_a_step(self) -> dict[str, Any] | None:
-        """Returns those numbers that a run can measure in a step, and the notes.
+        """Returns the numbers that a run can measure in a step, and the notes.
 
         Returns:
             `None` for a model that could not be traced.

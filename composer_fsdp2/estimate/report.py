@@ -53,7 +53,7 @@ def answer_lines(
     gpu: Gpu | None = None,
     memory_gib: float | None = None,
 ) -> Iterator[str]:
-    """Yields what a reader asks first: whether the step fits, its tokens, its seconds, a change.
+    """Yields the short answer: whether the step fits, its tokens, its seconds, a change to try.
 
     Args:
         forecast: of the step.
@@ -93,7 +93,7 @@ def answer_lines(
 def _change(
     forecast: Forecast, settings: FSDP2Config, batch: Batch, times: Times | None, memory_gib: float
 ) -> str | None:
-    """Returns the setting that is nearest to what a step takes most of, and why."""
+    """Returns a setting that relieves the scarcest of memory and time, and why."""
     if forecast.kept is None:
         return None
     if not fits(forecast, memory_gib):

@@ -22,12 +22,12 @@ __all__ = ["OFFLOAD", "Choice", "SearchResult", "mesh_degrees", "search", "searc
 
 CHECKPOINTING: tuple[Any, ...] = (False, {"mode": "selective"}, True)
 OFFLOAD = ("none", "optimizer", "all")
-"""what is kept in CPU memory"""
+"""settings of CPU offload that a search tries"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Settings of one run."""
+    """Holds the settings of one run that a search varies."""
 
     shard: int
     replicate: int
@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """A choice with its forecast."""
+    """Holds a choice with its forecast."""
 
     choice: Choice
     forecast: Forecast
@@ -86,7 +86,7 @@ def mesh_degrees(ranks: int, per_node: int) -> list[tuple[int, int, bool | int |
 
 
 class _Guesses:
-    """Guesses what a choice takes; see [Note: parts]."""
+    """Guesses memory and time of a choice; see [Note: parts]."""
 
     def __init__(
         self, measure: Callable[[Choice], Forecast], ranks: int, sizes: Sequence[int], gpu: Gpu
@@ -132,7 +132,7 @@ def search(
     offloads: Sequence[str] = OFFLOAD,
     count: int = 5,
 ) -> tuple[list[SearchResult], list[tuple[Choice, str]]]:
-    """Returns the best choices that fit, and why others are not among them.
+    """Returns the best choices that fit, and the reasons against other choices.
 
     Args:
         measure: traces a choice.

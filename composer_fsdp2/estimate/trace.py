@@ -26,14 +26,14 @@ from composer_fsdp2.torch_private.fake import Watch, fake_ranks, gpu_autocast
 __all__ = ["STATE", "Trace", "Window", "Work", "observe_steps", "trace_steps"]
 
 STATE = ("parameters", "buffers", "gradients", "optimizer")
-"""kinds of memory that stays; others are gathered, activations, logits, backward, step and other"""
+"""kinds of memory that stays; the rest: gathered, activations, logits, backward, step and other"""
 _OF_UNITS = {"forward", "backward", "recomputation"}
 """events of a unit"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One training step of a rank, as it is written for real tensors."""
+    """Describes one training step of a rank, as it is written for real tensors."""
 
     prepare: Callable[[nn.Module, torch.optim.Optimizer], Run]
     batch: Callable[[], Any]
@@ -44,7 +44,7 @@ class Work:
     on_gpus: bool = False
     """steps run under the autocast of GPUs, and memory that their kernels take counts"""
     ahead: int = 0
-    """units that are gathered before they are needed"""
+    """units that are prefetched"""
     ranks: int
     ranks_per_node: int
     rank: int = 0
@@ -66,7 +66,7 @@ class Window:
 
 @dataclass(slots=True)
 class Trace:
-    """Memory, collectives and FLOPs of one step of a rank, once the optimizer has its state."""
+    """Holds memory, collectives and FLOPs of one step of a rank, after the first step."""
 
     plan: WrapPlan
     held: Counter[str] = field(default_factory=Counter)
@@ -159,7 +159,7 @@ def observe_steps(
     *,
     state_only: bool = False,
 ) -> Trace:
-    """Runs steps of a prepared model, and reads off what the last of them took.
+    """Runs steps of a prepared model, and returns memory and collectives of the last step.
 
     Collective: as the steps are.
 
@@ -219,7 +219,7 @@ class _State:
             watch.note(storage, "buffers")
 
     def bytes(self) -> Counter[str]:
-        """Names the storages, and returns the bytes of those that stay."""
+        """Names the storages, and returns the bytes of lasting storages by kind."""
         for kind, storage in kept_storages(self._params, self._optimizer):
             self._watch.note(storage, kind)  # newer torch pads shards in the first forward
         return Counter({name: self._watch.now[name] for name in STATE})

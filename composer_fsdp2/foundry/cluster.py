@@ -15,7 +15,7 @@ __all__ = ["LAUNCHED", "OFFLINE", "Cluster", "environment", "quiet"]
 LAUNCHED = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """set by a launcher for each rank"""
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
-"""keeps Hugging Face's libraries from the network; they read it when they are imported"""
+"""variables that keep Hugging Face's libraries offline; the libraries read them at import"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

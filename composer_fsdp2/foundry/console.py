@@ -99,7 +99,7 @@ class LineConsole(LoggerDestination):
             self._print(state)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Prints what the evaluation found."""
+        """Prints the metrics of the evaluation."""
         prefix = f"metrics/{state.dataloader_label}/"
         metrics = [
             f"{key.removeprefix(prefix)} {float(value):.4g}"
@@ -137,7 +137,7 @@ class LineConsole(LoggerDestination):
 
 
 class _Moment(NamedTuple):
-    """How far a run was at one time."""
+    """Holds the progress of a run at one time."""
 
     time: Timestamp
     done: float

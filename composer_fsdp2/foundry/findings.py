@@ -22,7 +22,7 @@ _NETWORK = ("huggingface_hub", "requests", "urllib3", "httpx")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A sentence to know, and what to do about it."""
+    """Holds a sentence about a problem, and a sentence of advice."""
 
     level: Literal["problem", "warning"]
     """at a problem a run would fail, or train something else than asked"""
@@ -43,7 +43,7 @@ def findings_of(error: Exception) -> Iterator[Finding]:
 
 
 _INVALID = re.compile(r"'([^']*)' is invalid")
-"""what `wrong_kinds` says of a value"""
+"""matches the sentence of `wrong_kinds` about a value"""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Findings:
 
     @contextlib.contextmanager
     def step(self, where: str, advice: str = "") -> Generator[None]:
-        """Adds what the block raises. The code after the block runs all the same."""
+        """Adds errors of the block as findings. The code after the block runs all the same."""
         try:
             yield
         except OWN_ERRORS as error:
@@ -102,7 +102,7 @@ def _is_of_network(error: BaseException | None) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """Returns an error and its cause in one line; an empty one by the line that raised it."""
+    """Returns an error and its cause in one line; of an empty error, the line that raised it."""
     text = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, KeyError):
         text = f"{text} is missing"

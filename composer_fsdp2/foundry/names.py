@@ -59,13 +59,13 @@ _GIVEN = ("self", "params", "train_config", "tokenizer", "device_batch_size")
 _UNDER_MODELS = ("model", "tokenizer", "model_name", "load_path")
 """keys that LLM Foundry's evaluation takes at the top of a run as well"""
 _NO_TEXT = (type(None), torch.Tensor)
-"""what else an argument may take that is a number"""
+"""types that an argument annotated as a number may take"""
 _DELETED = re.compile(r"\bdel\b[^\n]*\bkwargs\b")
 _HANDED_UP = re.compile(r"super\(\)\.__init__\([^()]*\*\*kwargs[\s,]*\)")
 
 
 def refuse_unknown(cfg: dict[str, Any]) -> dict[str, Any]:
-    """Refuses what nobody reads, as the last config transform, since others may change names.
+    """Refuses names that nobody reads; the last config transform, since others may change names.
 
     A file of `code_paths` may register others after it. What they leave, doctor finds.
 

@@ -27,7 +27,7 @@ _SIZES = (
     "num_experts",
     "num_local_experts",
 )
-"""by the names that most configurations of transformers have for them"""
+"""sizes under the names that most configurations of transformers use"""
 
 _TUNING = re.compile("-(Instruct|Base|it|pt)$|(?<=/)Meta-")
 """parts of names in which models of one shape differ"""

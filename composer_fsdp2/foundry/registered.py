@@ -6,7 +6,7 @@ __all__ = ["register", "register_console", "register_names"]
 
 
 def register() -> None:
-    """Adds what LLM Foundry finds by entry point where the package is installed.
+    """Registers what LLM Foundry finds by entry points of an installed package.
 
     Runs without FSDP2 that our programs start get what transformers 5 lacks, too.
     """

@@ -91,7 +91,7 @@ _SECOND_RANK = {"RANK": "1", "LOCAL_RANK": "1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A run whose units are planned, for a forecast of its step. Nothing of it is changed yet."""
+    """Holds a run whose units are planned, for a forecast of its step. The model is unchanged."""
 
     model: ComposerModel
     optimizer: torch.optim.Optimizer
@@ -100,7 +100,7 @@ class Parts:
     """LLM Foundry's, with batch sizes of a rank"""
     plan: PreparePlan
     notes: tuple[str, ...] = ()
-    """differences between the run and what was built"""
+    """differences between the run and the parts that were built"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Rehearsal(Findings):
     builds_on_meta: bool | None = None
     """whether a model with `init_device: mixed` can be built with meta; `None` for others"""
     notes: list[str] = field(default_factory=list[str])
-    """what was taken in place of what would have to be read"""
+    """notes of stand-ins for files that are not on this machine"""
 
 
 def rehearse(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> Rehearsal:
@@ -154,7 +154,7 @@ def rehearse(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> R
 def _read_config(
     rehearsal: Rehearsal, cfg: DictConfig, cluster: Cluster
 ) -> tuple[dict[str, Any], Any] | None:
-    """Reads the run as LLM Foundry does; returns the configuration for loggers, and its own."""
+    """Reads the run as LLM Foundry does; returns the logged configuration and the parsed one."""
     transforms, run = [*registry.config_transforms.get_all()], cfg
     with rehearsal.step("The configuration"):
         read: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -232,7 +232,7 @@ class _Inputs:
 def _build_inputs(
     rehearsal: Rehearsal, inputs: _Inputs, logged: dict[str, Any], config: Any
 ) -> list[Any]:
-    """Builds data and what follows a run; returns the callbacks."""
+    """Builds tokenizer, scheduler, loggers, callbacks and loaders; returns the callbacks."""
     with rehearsal.step("tokenizer"):
         name, kwargs = config.tokenizer["name"], dict(config.tokenizer.get("kwargs") or {})
         if name in registry.tokenizers:

@@ -104,7 +104,7 @@ def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
 
 
 def without_mistakes(cfg: DictConfig) -> tuple[DictConfig, list[Finding]]:
-    """Returns a run with the settings of FSDP2 that can be read, and what is wrong with the rest.
+    """Returns a run with the settings of FSDP2 that can be read, and findings about other settings.
 
     So its other mistakes are found as well.
     """
@@ -137,7 +137,7 @@ def without_mistakes(cfg: DictConfig) -> tuple[DictConfig, list[Finding]]:
 
 
 def newest_checkpoint(cfg: DictConfig) -> Path | None:
-    """Returns what the newest link in the run's `save_folder` points to; `None` without one.
+    """Returns the target of the newest link in the run's `save_folder`; `None` without a link.
 
     A run that resumes by itself goes on from there. Without `run_name` its folder is not known, nor
     is what an object store holds.
@@ -176,7 +176,7 @@ def read_setting(cfg: DictConfig, key: str) -> Any:
 
 
 def epochs_meant(cfg: DictConfig) -> tuple[str, str] | None:
-    """Returns what a duration without a unit means, and what to write; `None` with a unit."""
+    """Returns a sentence about a duration without a unit, and advice; `None` with a unit."""
     length = read_setting(cfg, "max_duration")
     if isinstance(length, bool) or not isinstance(length, int):
         return None
@@ -253,7 +253,7 @@ def read_yaml(path: Path, *, jobs: bool = True) -> DictConfig:
 
 
 def merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    """Applies the overrides one by one, so that an error can name the one it is in.
+    """Applies the overrides one by one, so that an error can name the override.
 
     Raises:
         ConfigError: one of them cannot be applied.

@@ -178,7 +178,7 @@ def fsdp2_settings(parsed: Mapping[str, Any]) -> FSDP2Config:
 
 
 def _check_free(parsed: Mapping[str, Any], block: Mapping[str, Any], key: str) -> None:
-    """Refuses two places for one thing: either could win without a word."""
+    """Refuses two places for one setting: either could win without a word."""
     place = _PLACES[key]
     if key == "fsdp2" and block.get("fsdp") is not None:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _marked(value: Any) -> dict[str, Any]:
 
 
 def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
-    """Has a pretrained model read by FSDP2 where it can be; see [Note: pretrained models].
+    """Has FSDP2 read the weights of a pretrained model in slices; see [Note: pretrained models].
 
     Collective: no. It looks at the local disk and at the environment of the launcher. An explicit
     `pretrained_weights`, null too, is followed as it is.

@@ -41,7 +41,7 @@ class ExplainErrors(StepListener):
     """
 
     def forward_failed(self, error: Exception) -> None:
-        """Raises the explanation, where there is one. Collective: yes, in a step that is checked.
+        """Raises an explained error instead of torch's. Collective: yes, in a checked step.
 
         Raises:
             PlanError: what the error means for a sharded model.
@@ -125,7 +125,7 @@ _DTYPES = (
 
 
 def _is_unknown_of_shards(error: Exception) -> bool:
-    """Whether torch was asked for something of a DTensor for which it has no rule."""
+    """Whether torch has no sharding rule for an operator of DTensors."""
     return type(error).__name__ in _NO_RULE_KINDS or any(part in str(error) for part in _NO_RULE)
 
 

@@ -47,7 +47,7 @@ _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.Wea
 
 @contextlib.contextmanager
 def _forgetting() -> Generator[None]:
-    """Has another channel made after an error: gloo raises the same one ever after."""
+    """Has a new channel made after an error: gloo would raise the same error ever after."""
     try:
         yield
     except RuntimeError:
@@ -156,7 +156,7 @@ class OrderCheck(StepListener):
             self._compare(collective)
 
     def _compare(self, subject: str, shown: bool = True) -> None:
-        """Raises on every rank if this is not next on all of them. Collective: yes."""
+        """Raises on every rank if ranks differ in their next collective. Collective: yes."""
         code = zlib.crc32(subject.encode())
         try:
             with _forgetting():
@@ -253,7 +253,7 @@ class Watchdog(StepListener):
 
 
 def _first_difference(everyone: Sequence[tuple[int, list[str]]]) -> str:
-    """Names the first collective in which ranks differ, if all still know it."""
+    """Names the first collective in which ranks differ, if all ranks still record it."""
     start = max(skipped for skipped, _ in everyone)
     common = [last[start - skipped :] for skipped, last in everyone]
     for at in itertools.zip_longest(*common, fillvalue="nothing more"):

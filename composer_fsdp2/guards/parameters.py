@@ -46,7 +46,7 @@ __all__ = ["AddedParameters", "GatheredParameters"]
 
 
 class _Param:
-    """Holds what is known of one parameter since it was gathered."""
+    """Holds version, address and bits of one parameter since it was gathered."""
 
     def __init__(self, record: Any, names: Mapping[int, str], unit: str) -> None:
         self.record, self.unit = record, unit
@@ -57,7 +57,7 @@ class _Param:
         self.contents: torch.Tensor | None = None
 
     def is_exchanged(self) -> bool:
-        """Whether something stands in a module that FSDP2 did not put there."""
+        """Whether a module has another parameter registered than FSDP2 put there."""
         # A module may get another dictionary, as the monitor gives it while it counts.
         registered = [module._parameters.get(key) for module, key in self.places]
         return any(
@@ -90,7 +90,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def _digest(record: Any) -> torch.Tensor:
-    """Sums of a parameter's bits over rows and columns, weighted so that order counts."""
+    """Returns sums of a parameter's bits over rows and columns, weighted so that order counts."""
     memory = gathered_memory(record)
     assert memory is not None
     memory = torch.view_as_real(memory) if memory.is_complex() else memory

@@ -42,21 +42,21 @@ _TIMED_OUT = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
 
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "caused pair closure")
-"""words of gloo about a rank that gave up, or that others gave up on"""
+"""words of gloo about a rank that closed its connections"""
 
 
 def timed_out(error: RuntimeError) -> bool:
-    """Whether a collective raised it because another rank did not come in time."""
+    """Whether a collective raised the error because another rank did not come in time."""
     return _TIMED_OUT.search(str(error)) is not None
 
 
 def is_broken(error: RuntimeError) -> bool:
-    """Whether a collective raised it because ranks have lost each other, then or earlier."""
+    """Whether a collective raised the error because a connection is lost."""
     return timed_out(error) or any(part in str(error) for part in _LOST)
 
 
 class CollectiveWatchdog:
-    """Keeps the last unit this rank entered, and tells the other ranks when it stays the last.
+    """Keeps the last unit this rank entered, and tells the other ranks when none follows.
 
     Args:
         timeout_seconds: of the collectives.
@@ -111,7 +111,7 @@ class CollectiveWatchdog:
         return ranks_by(said.decode() or _SILENT for said in told)
 
     def tell(self, text: str) -> None:
-        """Writes to the store where this rank is; nothing while it goes on. Collective: no."""
+        """Writes the position of this rank to the store, "" once it goes on. Collective: no."""
         self._told = text
         default_store().set(_key(dist.get_rank()), text)
 

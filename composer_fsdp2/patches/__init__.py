@@ -100,7 +100,7 @@ def install_for_models() -> None:
 
 
 def uninstall() -> None:
-    """Puts every original back. Without `install()` before it, it does nothing.
+    """Puts every original back. Does nothing without `install()`.
 
     DTensor's methods too, which `prepare_fully_shard` replaces: a number that is read out of shards
     of a model that is still there is this rank's alone from then on. Collective: no.
@@ -114,7 +114,7 @@ def uninstall() -> None:
 
 
 def installed() -> AbstractContextManager[None]:
-    """Installs while a block runs, and leaves things as they were before it.
+    """Installs the patch rows for the duration of a block.
 
     Collective: no.
 

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _DISTRIBUTIONS = {"composer": "mosaicml", "llmfoundry": "llm-foundry"}
-"""names that differ from those of the packages"""
+"""modules whose package has another name"""
 
 
 Asks = Callable[[tuple[Any, ...], Any, Any], bool]
@@ -57,9 +57,9 @@ class Feature:
 
     name: str
     instead: str = ""
-    """what to write when it is switched off: one sentence"""
+    """the cure when the feature is switched off: one sentence"""
     asked: Asks = lambda _items, _size, _settings: False
-    """rows with `asks` find in their calls whether they are asked for it"""
+    """false where the calls tell whether they are asked for it; see `PatchPoint.asks`"""
 
 
 CORE = Feature("core")
@@ -76,21 +76,21 @@ class PatchPoint:
     first argument, before those of the call; for what cannot be called, it alone"""
     feature: Feature
     why: str
-    """what it does without the replacement"""
+    """behaviour without the replacement"""
     upstream: str
     """address of the lines that `why` is about"""
     fingerprints: Set[str] = frozenset()
-    """of the sources it was read for"""
+    """versions of the sources the replacement was read for"""
     takes: Set[str] = frozenset()
-    """or the arguments it needs, when the original still does the work"""
+    """or the arguments the replacement needs, when the original still does the work"""
     versions: str
     """of the package, for the message when none fits"""
     source: str = ""
-    """what was read, where that is not the target itself"""
+    """name of the source that was read, where that is not the target"""
     asks: Callable[..., bool] | None = None
-    """of a call's arguments: whether it asks for the feature; any other call is the original's"""
+    """whether the arguments of a call ask for the feature; other calls go to the original"""
     needed: Callable[[], bool] = lambda: True
-    """whether the packages that are installed lack what the row is for"""
+    """whether the installed packages lack what the replacement adds"""
 
     @property
     def package(self) -> str:
@@ -205,7 +205,7 @@ def _is_wanted(row: PatchPoint) -> bool:
 
 
 def uninstall_rows() -> None:
-    """Puts every original back. Without `install()` before it, it does nothing."""
+    """Puts every original back. Does nothing where no row is installed."""
     _restore(set(_originals))
     _off.clear()
 
@@ -218,7 +218,7 @@ def _restore(targets: Set[str]) -> None:
 
 @contextlib.contextmanager
 def rows_installed(rows: Sequence[PatchPoint]) -> Generator[None]:
-    """Installs for the duration of a block, and leaves things as they were."""
+    """Installs rows for the duration of a block."""
     before, off = set(_originals), set(_off)
     install_rows(rows)
     try:
@@ -249,7 +249,7 @@ def check_features(items: tuple[Any, ...], microbatch_size: Any, settings: Any) 
 
 
 def check_feature(feature: Feature) -> None:
-    """Refuses a feature if it is switched off. Collective: no.
+    """Refuses a feature that is switched off. Collective: no.
 
     Raises:
         PatchError: naming it, the function whose source is unknown, and what to write instead.
@@ -361,7 +361,7 @@ class PatchState:
     state: Literal["installed", "fits", "does not fit", "switched off"]
     """`does not fit` is core's, and stops the installation"""
     problem: str | None = None
-    """why it cannot be installed"""
+    """why the row cannot be installed"""
 
 
 def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:

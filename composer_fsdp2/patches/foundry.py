@@ -21,9 +21,9 @@ ONE_RANK = Feature(
     "LLM Foundry's training on one rank with FSDP2",
     "Leave out parallelism_config.fsdp2, or start two ranks.",
 )
-"""`foundry.transform` asks for it: the Trainer never hears of FSDP2 then"""
+"""`foundry.transform` asks for the feature: the Trainer never hears of FSDP2 then"""
 GROUPS = Feature("Tensor parallelism in LLM Foundry's training", "Leave out tensor_parallel.")
-"""`foundry.transform` asks for it: the batch would be divided by the number of ranks"""
+"""`foundry.transform` asks for the feature: the batch would be divided by the number of ranks"""
 _EVALUATION = Feature(
     "LLM Foundry's evaluation with parallelism_config", "Leave out parallelism_config."
 )

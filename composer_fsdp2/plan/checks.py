@@ -112,7 +112,7 @@ def check_model(
     refs: Sequence[ParamRef],
     ties: Iterable[Sequence[ParamRef]],
 ) -> list[str]:
-    """Returns what would train wrongly or fail in the first forward. Collective: no.
+    """Returns sentences about a plan that would train wrongly or fail at once. Collective: no.
 
     Linear in the number of modules.
 
@@ -156,7 +156,7 @@ def check_model(
 
 
 def _layout_problem(tree: ModuleTree, name: str) -> str | None:
-    """Returns why torch cannot give a unit its class, where the class begins with a mixin.
+    """Returns why torch cannot make an FSDP class of a unit's class, which begins with a mixin.
 
     torch derives a class from FSDPModule and the module's own, and Python allows that where the
     attributes of both are kept by a class that derives from `object` itself. Source:
@@ -183,7 +183,7 @@ def _dtype_name(param: nn.Parameter) -> str:
 
 
 def _is_foreign(param: nn.Parameter) -> bool:
-    """Whether its class is one that sharding would drop; some classes say how to gather them."""
+    """Whether sharding would drop a tensor's class; some classes define their own gather."""
     of_torch = type(param).__module__.partition(".")[0] == "torch"
     return not of_torch and not hasattr(type(param), "fsdp_pre_all_gather")
 

@@ -67,7 +67,7 @@ def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> Itera
 
 
 def _holds_experts(module: nn.Module, name: str, above: nn.Module) -> bool:
-    """Whether it is a container of equal modules, called experts or chosen by a router."""
+    """Whether a module is a container of equal modules, called experts or chosen by a router."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return False
     if "expert" not in name.lower():
@@ -129,7 +129,7 @@ def move_units(
 def _move_out_of_graphs(
     tree: ModuleTree, chosen: dict[int, Decision], problems: list[str]
 ) -> set[int]:
-    """Moves units to the module around what the user compiled as one graph; as `move_units`."""
+    """Moves units out of modules that the user compiled as one graph; as `move_units`."""
     once = [(id(module), module) for _, module in tree.modules()]
     in_place = {key for key, module in once if is_whole_graph(compiled_call(module))}
     # `vars`, because `torch.compile` returns a module that passes questions on to the one inside.

@@ -23,7 +23,7 @@ from composer_fsdp2.torch_private.tensors import forward_pre_hooks
 __all__ = ["held_tensors"]
 
 _DEPTH = 6
-"""references that are followed one after the other; an object and its `__dict__` are two"""
+"""depth of references that are followed; an object and its `__dict__` count as two"""
 
 
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
@@ -99,7 +99,7 @@ def _tensors_in(value: Any, opened: dict[int, Any]) -> Iterator[torch.Tensor]:
 
 
 def _inside(value: Any) -> list[Any]:
-    """Returns what a value refers to, without asking its properties."""
+    """Returns the objects that a value refers to, without reading its properties."""
     library = type(value).__module__.partition(".")[0]
     if isinstance(value, types.FunctionType):  # not its global variables
         return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]

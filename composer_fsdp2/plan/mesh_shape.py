@@ -26,9 +26,9 @@ class MeshShape:
 
     shard: int
     replicate: int | None = None
-    """`None` is a 1-D mesh; 1 is a 2-D mesh with one copy"""
+    """`None`: a 1-D mesh; 1: a 2-D mesh with one replica"""
     tensor: int = 1
-    """ranks that divide each layer, next to each other; the axes of the others are outside"""
+    """consecutive ranks that split each layer; the other axes are outside"""
 
     @classmethod
     def resolve(cls, config: FSDP2Config, world_size: int) -> MeshShape:

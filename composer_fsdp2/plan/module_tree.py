@@ -41,13 +41,13 @@ __all__ = [
 Recall = Callable[[], AbstractContextManager[None]]
 
 _WRAPPED = "_checkpoint_wrapped_module"
-"""what torch's activation wrappers call the module they run"""
+"""attribute of torch's activation wrappers with the module they run"""
 
 
 # Not frozen: setting the fields of a frozen one takes most of the time of reading a large model.
 @dataclass(slots=True, eq=False)
 class ModulePath:
-    """One path to a module; a module registered twice has two paths."""
+    """Holds one path to a module; a module registered twice has two paths."""
 
     path: str
     module: nn.Module
@@ -57,7 +57,7 @@ class ModulePath:
 
 @dataclass(slots=True, eq=False)
 class ParamRef:
-    """One name of a parameter."""
+    """Holds one name of a parameter; a tied parameter has several."""
 
     name: str
     param: nn.Parameter
@@ -75,10 +75,10 @@ class ModuleTree:
     postorder: list[int] = field(default_factory=list[int])
     """id(module) of every module, children before parents on every path"""
     recall: Recall | None = None
-    """what blocks enter when they run again in backward, asked for in each of their forwards"""
+    """makes the context that a block enters when it runs again in backward"""
     _once: list[tuple[str, nn.Module]] = field(default_factory=list[tuple[str, nn.Module]])
     _weights: tuple[list[int], dict[int, int]] | None = None
-    """ids of parameters, and what `weight_of` says about them"""
+    """id(parameter) -> result of `canonical_param_ids`"""
 
     @classmethod
     def read(cls, model: nn.Module | ModuleTree) -> ModuleTree:
@@ -161,7 +161,7 @@ class ModuleTree:
         return common
 
     def line_to(self, index: int, below: int = -1) -> list[int]:
-        """Returns the paths on the way down to one, beginning under another or with the root."""
+        """Returns the paths from the root, or from below another path, down to a path."""
         line: list[int] = []
         while index not in (below, -1):
             line.append(index)
@@ -170,12 +170,12 @@ class ModuleTree:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether it is an activation wrapper, which has the name of the module inside it."""
+    """Whether a module is an activation wrapper, whose name is that of the module inside."""
     return _WRAPPED in module._modules
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
-    """Returns the module inside of activation wrappers; one that has none as it is."""
+    """Returns the module inside of activation wrappers, or the module itself."""
     while is_wrapper(module):
         module = module.get_submodule(_WRAPPED)
     return module
@@ -232,7 +232,7 @@ def may_be_unit(tree: ModuleTree, index: int) -> bool:
 
 
 def tied_groups(model: nn.Module | ModuleTree) -> tuple[tuple[str, ...], ...]:
-    """Finds the names that stand for the same weight.
+    """Finds the names of tied parameters.
 
     Collective: no. Two parameters over the same memory are one weight.
 
@@ -315,7 +315,7 @@ def _layout(param: nn.Parameter) -> tuple[torch.dtype, torch.Size, tuple[int, ..
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first byte in the storage and one past the last."""
+    """Returns first and past-the-end byte of a tensor in its storage."""
     if tensor.is_contiguous():
         reach = tensor.numel() - 1
     else:
@@ -326,7 +326,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Returns where a tensor is: a number of its storage, its first byte, and one past its last.
+    """Returns id of a tensor's storage, and its first and past-the-end byte there.
 
     `None` for one without elements or without a memory of the usual kind. Strides are not looked
     at, so that two tensors whose bytes overlap here may have none in common.

@@ -144,7 +144,7 @@ def _container(path: str, module: nn.Module, decision: Decision) -> str:
 def _match_ignored(
     tree: ModuleTree, patterns: Iterable[str], weight_of: Mapping[int, int], problems: list[str]
 ) -> set[int]:
-    """Returns the ignored weights; one ignored name is enough for a tied one."""
+    """Returns the ignored weights; one ignored name is enough for a tied weight."""
     ignored: set[int] = set()
     for pattern in patterns:
         matched = [ref for ref in tree.params if fnmatch.fnmatchcase(ref.name, pattern)]
@@ -176,7 +176,7 @@ def _settle_units(
     sizes: UnitSizes | None = None,
     refused: Iterable[int] = (),
 ) -> list[int]:
-    """Returns the unit of every path (index of the unit's first path), after adding what is needed.
+    """Returns the unit of every path (index of the unit's first path), after adding missing units.
 
     Ties need the units that hold them; with `sizes`, units that are too large or of several dtypes
     are divided. Adding a unit can put another tied pair on two sides of it, so this repeats until
@@ -226,7 +226,7 @@ def _forbidden_ties(
 def _owned(
     tree: ModuleTree, refs: list[ParamRef], ties: list[list[ParamRef]], units: list[int]
 ) -> dict[int, list[ParamRef]]:
-    """Returns each unit's weights; a tied one belongs to the unit at its names' common parent."""
+    """Returns each unit's weights; a tied weight belongs to its names' lowest common unit."""
     lifted: dict[int, int] = {}
     for group in (group for group in ties if _crosses(units, group)):
         owner = units[tree.lowest_common_parent(ref.path_index for ref in group)]
@@ -246,7 +246,7 @@ def _make_units(
     chosen: Mapping[int, Decision],
     run_reshard: Reshard,
 ) -> Iterator[ShardUnit]:
-    """Yields the units, children before parents, without those that would do nothing."""
+    """Yields the units, children before parents, without empty units."""
     enclosing_of = _nesting(tree, units, chosen)
     enclosing = set(enclosing_of.values())
     # First paths of modules with a trainable parameter in them, at whatever depth.
@@ -279,7 +279,7 @@ def _make_units(
 
 
 def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]) -> dict[int, int]:
-    """Maps first paths of units inside another unit to that of the unit around them."""
+    """Maps first paths of nested units to the first path of the unit around them."""
     return {
         tree.first_path[id(module_path.module)]: units[module_path.parent]
         for module_path in tree.paths
@@ -290,7 +290,7 @@ def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision])
 
 
 def _resolve_reshard(decision: Decision, used_at_once: bool, run_reshard: Reshard) -> bool | int:
-    """Turns `auto` into what it means here.
+    """Resolves `reshard_after_forward` of one unit.
 
     A top-level unit is needed again right after forward, so freeing it would only gather it twice;
     a run-wide int leaves it alone for the same reason. One with nothing to train below it (a

@@ -44,7 +44,7 @@ FP32 = PrecisionSpec(param_dtype="fp32", reduce_dtype="fp32")
 
 
 def root_rule(name: str, module: nn.Module) -> Decision | None:
-    """Makes the root a unit; it takes whatever no other unit owns."""
+    """Makes the root a unit, which owns all parameters that no other unit owns."""
     return Decision(wrap=True, reason="root") if name == "" else None
 
 
@@ -170,7 +170,7 @@ def with_fp32_islands(
     gathered_in: torch.dtype | None,
     rules: Sequence[Rule],
 ) -> list[Rule]:
-    """Puts rules inside others that keep some modules in fp32.
+    """Wraps rules so that some modules stay in fp32.
 
     An island takes fp32 in and gives the dtype around it back. Units the rules find in it compute
     in fp32 as well.

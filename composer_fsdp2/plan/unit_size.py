@@ -48,7 +48,7 @@ Owned = Mapping[int, Sequence[ParamRef]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSizes:
-    """Bounds of what one collective gathers, in bytes; `None` is no bound."""
+    """Holds bounds of the bytes that one collective gathers; `None` is no bound."""
 
     least: int | None = None
     most: int | None = None
@@ -80,7 +80,7 @@ NO_BOUNDS = UnitSizes()
 
 
 def is_small_end(module: nn.Module) -> bool:
-    """Whether it is a small norm or embedding; see [Note: small ends]."""
+    """Whether a module is a small norm or embedding; see [Note: small ends]."""
     params = list(module.parameters())
     is_end = isinstance(module, nn.Embedding) or all(param.ndim < 2 for param in params)
     return is_end and 0 < sum(param.nbytes for param in params) < WORTH_A_UNIT_BYTES
@@ -93,7 +93,7 @@ def small_units(
     chosen: Mapping[int, Decision],
     sizes: UnitSizes,
 ) -> tuple[set[int], list[int]]:
-    """Returns id(module) of the units that join the one around them, and the small ends of these.
+    """Returns id(module) of units that join the unit around them, and of their small ends.
 
     Settings of a unit's own keep it apart, and those of an end that differ from the unit's around.
     """
@@ -114,7 +114,7 @@ def small_units(
 def name_joined(
     tree: ModuleTree, ends: Iterable[int], units: Sequence[int], chosen: dict[int, Decision]
 ) -> None:
-    """Has the reasons of units say which small ends they took in."""
+    """Adds the small ends that a unit took in to its reason."""
     for index in (tree.first_path[key] for key in ends if key not in chosen):
         # The others have become units again, for their dtype.
         host = tree.key_of(units[index])
@@ -130,7 +130,7 @@ def divide_units(
     unavailable: Container[int],
     sizes: UnitSizes,
 ) -> dict[int, Decision]:
-    """Makes units of modules whose unit has several dtypes, else of those whose unit is large."""
+    """Returns decisions that split units with several dtypes, else units that are too large."""
     added: dict[int, Decision] = {}
     for parts_of in (_other_dtypes, _largest_parts):
         for unit, refs in owned.items():
@@ -152,7 +152,7 @@ def _largest_parts(
     unavailable: Container[int],
     sizes: UnitSizes,
 ) -> Iterator[tuple[int, str]]:
-    """Yields the largest modules directly inside, as many as must leave for the rest to fit."""
+    """Yields the largest modules directly inside, until the unit without them fits."""
     if sizes.most is None or (size := sizes.bytes_of(refs)) <= sizes.most:
         return
     outermost: dict[int, set[int | None]] = defaultdict(set)
@@ -179,7 +179,7 @@ def _other_dtypes(
     unavailable: Container[int],
     _sizes: UnitSizes,
 ) -> Iterator[tuple[int, str]]:
-    """Yields modules to take out so that what is left has one dtype.
+    """Yields modules to take out so that the unit has one dtype.
 
     What cannot leave stays, else the dtype of which there is most.
     """

@@ -16,7 +16,7 @@ __all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "fir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A rule's answer for one module."""
+    """Holds a rule's answer for one module."""
 
     wrap: bool
     reason: str
@@ -25,16 +25,16 @@ class Decision:
     is_block: bool = True
     """whether the module can be a block of the model, and not a part beside or inside blocks"""
     joins: bool = False
-    """whether the unit around it takes it in, if that has the same settings"""
+    """whether the unit around this unit takes it in, if their settings are the same"""
 
 
 Role = Literal["embedding", "head", "fp32"]
-"""what is special about a unit: its backward reads no weight; its backward follows its forward at
+"""how a unit is special: its backward reads no weight; its backward follows its forward at
 once; it computes in fp32 whatever is around it"""
 
 
 LEFT_OUT = "parts may be left out"
-"""reason of units that hold what some rank may leave out of a step, and would not be units else"""
+"""reason of units of modules that a rank may leave out of a step"""
 
 
 Rule = Callable[[str, nn.Module], Decision | None]
@@ -42,7 +42,7 @@ Rule = Callable[[str, nn.Module], Decision | None]
 
 
 def first_answer(rules: Iterable[Rule], name: str, module: nn.Module) -> Decision | None:
-    """Asks rules about a module until one has an answer."""
+    """Returns the first rule's decision about a module, `None` without one."""
     answers = (rule(name, module) for rule in rules)
     return next((answer for answer in answers if answer is not None), None)
 
@@ -65,13 +65,13 @@ class ShardUnit:
     """
 
     module: str
-    """name of what `fully_shard` is given; '' is the root"""
+    """name of the module that `fully_shard` gets; '' is the root"""
     params: tuple[str, ...]
     """names owned by this unit and by no other, every name of a tied parameter included"""
     numel: int
     """elements over all ranks"""
     reshard_after_forward: bool | int
-    """resolved: frees the parameters after forward, keeps them, or reshards to that many ranks"""
+    """resolved: frees the parameters after forward, keeps them, or reshards to a number of ranks"""
     reason: str
     mixed_precision: str | PrecisionSpec | None = None
     """`None` follows the run's"""
@@ -81,7 +81,7 @@ class ShardUnit:
     is_block: bool = True
     """as in its `Decision`; see `WrapPlan.blocks`"""
     holders: int = 1
-    """ranks that hold its parts between them, such as experts, each of which is whole on a rank"""
+    """size of the expert mesh: each expert is full on one of these ranks"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,13 +62,13 @@ class Accumulation:
         self._new = dict(units) if sync == "last" else {}
         self._before: dict[str, FSDPModule] = {}
         self._again: dict[str, FSDPModule] = {}
-        """new ones of a batch that was aborted"""
+        """`_new` at the start of a batch that was aborted"""
         self.inside = False
         """whether a microbatch runs"""
 
     @contextlib.contextmanager
     def batch(self) -> Generator[None]:
-        """Goes around all microbatches: an error among them leaves nothing for the next batch.
+        """Surrounds all microbatches of a batch: an error leaves no gradients for the next batch.
 
         Collective: no.
         """
@@ -83,12 +83,12 @@ class Accumulation:
             raise
 
     def again(self) -> None:
-        """Has the batch run again: it reduces when a run would that had not tried it before."""
+        """Lets the batch run again, with the reductions of a first attempt."""
         self._again = self._before
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Generator[None]:
-        """Goes around forward and backward of one microbatch.
+        """Surrounds forward and backward of one microbatch.
 
         Collective: no.
 
@@ -153,7 +153,7 @@ def _waits(unit: FSDPModule) -> bool:
 
 
 def reset(units: Collection[FSDPModule]) -> None:
-    """Makes the next forward start as if the aborted one had not been.
+    """Resets units after an aborted forward, so that the next one starts afresh.
 
     Collective: no. All parameters are shards again. Gradients that were not reduced yet are
     dropped; those of the shards are worth nothing any more, and newer torch drops them too.

@@ -36,7 +36,7 @@ __all__ = ["Agreement", "agreement_of", "connected", "neighbours"]
 
 
 _ROWS_FROM = 32
-"""ranks that stand in rows; see [Note: rows of ranks]"""
+"""with more ranks, messages go by rows and columns; see [Note: rows of ranks]"""
 
 
 class Agreement:
@@ -167,5 +167,5 @@ def rank_rows_and_columns(count: int) -> list[list[int]]:
 
 
 def neighbours(count: int) -> int:
-    """How many ranks each of `count` ranks is connected with in its row and its column."""
+    """Returns the number of ranks in the row and column of each of `count` ranks."""
     return sum(len(group) - 1 for group in rank_rows_and_columns(count) if 0 in group)

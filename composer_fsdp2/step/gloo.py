@@ -66,7 +66,7 @@ def gloo_groups(
 
 
 def _name_interface() -> None:
-    """Names the interface that leads to other nodes, where gloo would take another one.
+    """Names the interface that leads to other nodes, where gloo would take the loopback.
 
     gloo listens at the address of the host name. Where that is of the loopback interface, as in
     Debian's `/etc/hosts`, no other node gets there.

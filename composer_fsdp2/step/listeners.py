@@ -76,7 +76,7 @@ class SecondBackward(StepListener):
         return False
 
     def may_free(self, unit: str, group: Any) -> bool:
-        """Whether no backward waits for the group; if so, it is taken for freed."""
+        """Whether no backward waits for the group, which then counts as freed."""
         if group in self._kept and not is_idle(group):
             return False
         self._kept.pop(group, None)
@@ -172,7 +172,7 @@ class StaleGathers(StepListener):
 
 
 class ParallelForwards(StepListener):
-    """Lets ranks that compute one batch compare it, and draw alike; see `parallel.parallelism`."""
+    """Lets a same-batch group compare inputs and draw alike; see `parallel.parallelism`."""
 
     @classmethod
     def wanted(cls, run: Run) -> bool:

@@ -37,7 +37,7 @@ _RUN = "_fsdp2_run"
 
 
 class StepListener:
-    """Hears what happens in a step of a prepared model.
+    """Hears the events of a step of a prepared model.
 
     `Run.start` makes one listener of each class in `STEP` and calls those methods that the class
     defines; a method that no listener defines costs nothing. Every rank calls them, in the order of
@@ -50,7 +50,7 @@ class StepListener:
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Whether a run needs such a listener. Collective: no, unless the class says so."""
+        """Whether a run needs this listener. Collective: no, unless the class says so."""
         return True
 
     def __init__(self, run: Run) -> None:
@@ -97,7 +97,7 @@ class StepListener:
         """Backward comes to a unit. Called again for each output that gets a gradient."""
 
     def may_reduce(self, unit: str, group: Any) -> bool:
-        """Whether a unit that backward has left may reduce its gradients in this backward."""
+        """Whether a unit may reduce its gradients in this backward."""
         return True
 
     def after_backward(self, unit: str, group: Any) -> None:
@@ -122,7 +122,7 @@ class StepListener:
         """An optimizer of the run has stepped."""
 
     def aborted(self) -> None:
-        """The batch is thrown away on every rank: forget what was heard of it."""
+        """The batch is thrown away on every rank: forget its events."""
 
 
 Listener = TypeVar("Listener", bound=StepListener)
@@ -130,7 +130,7 @@ Listener = TypeVar("Listener", bound=StepListener)
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """Holds a model that `prepare_fully_shard` has sharded, and what listens to its steps."""
+    """Holds a model that `prepare_fully_shard` has sharded, and the listeners of its steps."""
 
     model: nn.Module
     tree: ModuleTree
@@ -141,21 +141,21 @@ class Run:
     device: torch.device
     """where units gather"""
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    """that were given to `prepare_fully_shard`; those built later are no part of the run"""
+    """of `prepare_fully_shard`; optimizers built later are no part of the run"""
     units: Mapping[str, FSDPModule]
     """by name, children before parents"""
     conditional: Sequence[str] = ()
     """names of units with experts or a tower, in which ranks often use different parameters"""
     parallelisms: Sequence[AppliedParallelism] = ()
     batch_group: BatchGroup | None = None
-    """the ranks that read one batch; `None` where each reads its own"""
+    """the same-batch group; `None` where each rank reads its own batch"""
     inputs: tuple[Any, ...] = ()
     """arguments of the model's forward that runs: positional ones, then those by name"""
     listeners: tuple[StepListener, ...] = ()
     depth: int = 0
     """how many forwards of the model are running, one inside the other"""
     averages_from: str | None = None
-    """the checkpoint whose averages the model holds, beside a state that is of other weights"""
+    """the checkpoint whose averages the model holds, beside optimizer state of other weights"""
     entered: str = ""
     """name of the unit whose forward began last"""
     _calls: dict[str, list[Callable[..., Any]]] = field(default_factory=dict[str, Any])
@@ -226,11 +226,11 @@ class Run:
             setattr(module, _RUN, self)
 
     def listen(self, listener: StepListener, first: bool = False) -> None:
-        """Calls one more listener, after the others or before them. Collective: no."""
+        """Adds a listener, after the others or before them. Collective: no."""
         self._call((listener, *self.listeners) if first else (*self.listeners, listener))
 
     def stop_listening(self, listener: StepListener) -> None:
-        """Stops to call a listener, if it is called at all. Collective: no."""
+        """Removes a listener, if it is there. Collective: no."""
         self._call([other for other in self.listeners if other is not listener])
 
     def _call(self, listeners: Iterable[StepListener]) -> None:
@@ -246,7 +246,7 @@ class Run:
         }
 
     def abort(self) -> None:
-        """Leaves a batch in the middle, so that the next forward starts as if it had not been.
+        """Leaves a batch in the middle, so that the next forward starts afresh.
 
         Collective: no. All parameters are shards again; the gradients of the batch are lost.
         """
@@ -254,11 +254,11 @@ class Run:
         reset(self.units.values())
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Has units free or keep their parameters as they were told for an evaluation."""
+        """Has units free or keep their parameters by `eval_reshard_after_forward`."""
         return resharding(self.units, self.settings.eval_reshard_after_forward)
 
     def tell(self, event: str, *args: Any) -> bool:
-        """Calls a method of all listeners that define it, until one of them answers with False.
+        """Calls a method of all listeners that define it, until a listener answers with False.
 
         Raises:
             KeyError: no listener has such a method.
@@ -318,5 +318,5 @@ class _Forward:
 
 
 def run_of(module: nn.Module) -> Run | None:
-    """Returns the run of a prepared model or of one of its units, `None` of another module."""
+    """Returns the run of a prepared model or of its units, `None` for another module."""
     return getattr(module, _RUN, None)

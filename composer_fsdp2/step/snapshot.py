@@ -85,7 +85,7 @@ class Snapshot:
 
 
 def _keep(value: Any, *, on_cpu: bool = True) -> Callable[[], Any]:
-    """Returns a function that gives the same object back, with the values it has now."""
+    """Copies a value; the function returned restores the copy into the same object."""
     if isinstance(value, torch.Tensor):
         local = local_part(value.detach())
         return functools.partial(

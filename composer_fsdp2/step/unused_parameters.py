@@ -94,14 +94,14 @@ class UnusedParameters(StepListener):
             if (experts := experts_of(run.units[name])) is not None
             for param in self._params(groups)
         }
-        """number of this rank among those that hold other experts there, and how many hold them"""
+        """of an expert parameter: this rank's index in the expert mesh, and the mesh's size"""
         self._indices = {id(param): n for n, param in enumerate(self._params(self._groups))}
         # Of the store's keys: ranks prepare the same models in the same order.
         rank = dist.get_rank()
         self._prefix = f"fsdp2/unused/{default_store().add(f'fsdp2/unused/{rank}', 1)}"
 
     def compare(self) -> None:
-        """Has the next backward compare all units; every rank calls it. Collective: no."""
+        """Has the next backward compare all units. Every rank must call it. Collective: no."""
         self._comparing = True
         self.must_compare = False
 

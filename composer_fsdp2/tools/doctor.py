@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 KEYS = ("model.init_device", "model.pretrained", "precision")
-"""keys of a run, besides those about parallelism, that decide something here"""
+"""keys of a run, besides those about parallelism, that findings depend on"""
 _DEFAULTS = {"precision": "amp_bf16", "model.init_device": "cpu"}
 """LLM Foundry's"""
 _SHARD, _REPLICATE = "data_parallel_shard", "data_parallel_replicate"
@@ -61,7 +61,7 @@ class LocalGpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int]
-    """its architecture, as CUDA counts them"""
+    """compute capability"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Machine:
     gpus: tuple[LocalGpu, ...] = ()
     patches: tuple[PatchState, ...] = ()
     members: tuple[MemberState, ...] = ()
-    """private ones of torch"""
+    """private members of torch"""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nccl: tuple[int, ...] | None = None
     """version of torch's NCCL"""
@@ -298,7 +298,7 @@ def _architectures(machine: Machine) -> Iterator[Finding]:
 
 
 def _environment(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
-    """Yields what a run inherits from the shell."""
+    """Yields findings about the variables that a run inherits from the shell."""
     switched = machine.environment.get("FSDP_VERSION") == "2"
     return _warnings(
         (
@@ -483,7 +483,7 @@ def _memory(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
 # --- The report: problems, warnings, the run, the installation. ---
 
 Line = tuple[str, str | None]
-"""text, and its colour on a terminal"""
+"""a line of text, and its colour on a terminal"""
 _LABEL, _WIDTH = 17, 100
 _MOST = 20
 """lines without `verbose`; problems and warnings are never cut"""
@@ -565,7 +565,7 @@ def _relied_on(machine: Machine, *, verbose: bool) -> list[str]:
 
 
 def _labelled(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns each label in its column; a longer label has its own space."""
+    """Returns lines of a label, padded to a column, and its text."""
     wrapped = (_wrapped(f"{label:{_LABEL - 1}} ", text, indent=_LABEL) for label, text in rows)
     return [line for lines in wrapped for line in lines]
 

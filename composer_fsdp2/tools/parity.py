@@ -44,7 +44,7 @@ __all__ = [
 # --- Two configurations: are they of one job, and what is changed to compare them? ---
 
 SHARDING = ("fsdp_config", "parallelism_config", "tp_config")
-"""what may differ: it is what is compared"""
+"""blocks that may differ: the parity is of their difference"""
 
 SHORT: Mapping[str, Any] = {
     "autoresume": False,
@@ -60,7 +60,7 @@ SHORT: Mapping[str, Any] = {
     "progress_bar": False,
     "save_folder": None,
 }
-"""settings of both runs: they write nothing and evaluate nothing"""
+"""settings of both runs, with which they write nothing and evaluate nothing"""
 
 WRITERS = (
     "async_eval",
@@ -103,7 +103,7 @@ _DEFAULT_PRECISION = "amp_bf16"  # LLM Foundry's
 
 
 class Job:
-    """One of the two runs.
+    """Holds one of the two runs.
 
     Args:
         name: what messages call it: 'old' or 'new'.
@@ -126,7 +126,7 @@ class Job:
         OmegaConf.update(self.config, key, value, merge=False, force_add=True)
 
     def shorten(self, algorithm: str, settings: Mapping[str, Any]) -> None:
-        """Switches off what writes and evaluates, and names an algorithm last."""
+        """Switches off saves, loggers and evaluation, and ends the run after some steps."""
         for key, value in SHORT.items():
             self.set(key, value)
         for name in (*WRITERS, MONITOR):
@@ -383,7 +383,7 @@ class RunComparison:
         return lines
 
     def verdict(self, source: str) -> list[str]:
-        """Returns the largest differences, and what they mean.
+        """Returns sentences about the largest differences.
 
         Args:
             source: where the tolerance is from, for the reader.

@@ -111,7 +111,7 @@ def own_style() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PictureRow:
-    """Units that are drawn as one bar."""
+    """Holds units that are drawn as one bar."""
 
     label: str
     depth: int
@@ -268,7 +268,7 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[PictureRow]:
             ties[owner.module] = (*ties.get(owner.module, ()), number)
 
     def around(unit: ShardUnit) -> list[int]:
-        """Returns the places of the units around a unit, and its own."""
+        """Returns the indices of the units around a unit, then its own index."""
         names = ["", *reversed([*outer_names(unit.module)])]
         return [order[name] for name in names if name in order]
 

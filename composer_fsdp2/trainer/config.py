@@ -253,7 +253,7 @@ def _with_tensor_parallel(settings: FSDP2Config, tp: Any) -> FSDP2Config:
 
 
 def _word_of(style: Any) -> Any:
-    """Writes a style of torch as a word where it means the same; others stay, and are refused."""
+    """Returns the word for a style of torch with default arguments; other styles as they are."""
     styles = {
         "colwise": ColwiseParallel(),
         "colwise_rep": ColwiseParallel(output_layouts=Replicate()),

@@ -17,7 +17,7 @@ __all__ = ["CountsGroups", "OwnPaths", "ReducedNorms", "SharesAlone", "View", "c
 
 
 class View(ModuleType):
-    """Wraps a module: functions that a subclass does not define are those of the module."""
+    """Wraps a module; subclasses override functions of the module."""
 
     def __init__(self, dist: ModuleType) -> None:
         super().__init__(dist.__name__, dist.__doc__)
@@ -31,7 +31,7 @@ class CountsGroups(View):
     """Composer's `dist` for the Trainer, which counts a group as one rank where it is told to."""
 
     size = 1
-    """ranks that count as one"""
+    """ranks of a same-batch group, which count as one"""
 
     def get_global_rank(self) -> int:
         """The number of the group."""

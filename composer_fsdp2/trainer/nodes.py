@@ -56,7 +56,7 @@ def build_evaluators(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Replaces `build_icl_evaluators`: every node copies the tasks to a new folder of its own.
+    """Replaces `build_icl_evaluators`: every node copies the tasks to its own new folder.
 
     Collective: yes.
     """

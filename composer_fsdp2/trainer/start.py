@@ -46,15 +46,15 @@ __all__ = [
 
 
 ARGUMENTS = "_fsdp2_arguments"
-"""attribute of a Trainer that is being built: what it was given, by name"""
+"""attribute of a Trainer that is being built: its arguments by name"""
 _resumed: WeakSet[State] = WeakSet()
-"""runs that autoresume has moved to where they stopped, and that have not trained since"""
+"""runs that autoresume has moved to their last checkpoint, and that have not trained since"""
 
 
 def init_trainer(
     original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: Any
 ) -> None:
-    """Replaces `Trainer.__init__`: knows what its arguments say before it is known what they mean.
+    """Replaces `Trainer.__init__`: keeps the arguments, and resolves `auto` microbatches.
 
     `device_train_microbatch_size: auto` is taken on a CPU too, where memory does not run out in a
     way that could be caught: a run can be tried there as it is.
@@ -135,7 +135,7 @@ def settle_parallelism(
 
 
 def warn_of_shared_store() -> None:
-    """Tells what keeps ranks that torchrun starts again from meeting. Collective: no.
+    """Warns of a store in which ranks that torchrun restarts do not meet. Collective: no.
 
     Source: torch.distributed.elastic.rendezvous, whose handlers keep the store of the first attempt
     for all others; the ranks find the addresses of the dead in it (pytorch issue 135712).

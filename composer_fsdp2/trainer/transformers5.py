@@ -97,7 +97,7 @@ class TupleGenerationMixin(GenerationMixin):
 
 
 def add_generation(original: tuple[type[Any], ...]) -> tuple[type[Any], ...]:
-    """Returns base classes with `generate` and what it calls."""
+    """Returns base classes with `generate` and the methods it calls."""
     return (*original, TupleGenerationMixin)
 
 

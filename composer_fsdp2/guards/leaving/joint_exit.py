@@ -65,13 +65,13 @@ class _Round:
 
     number: int
     frozen: bool = False
-    """whether this rank has told how much it has entered"""
+    """whether this rank has told its number of entered collectives"""
     entered: dict[str, int] = field(default_factory=lambda: defaultdict[str, int](int))
     """how many collectives, by the name of the group"""
     records: dict[str, list[Joined]] = field(
         default_factory=lambda: defaultdict[str, list[Joined]](list)
     )
-    """the last of them, which other ranks may have to join"""
+    """the last collectives of each group, which other ranks may have to join"""
     wanted: dict[str, int] = field(default_factory=dict[str, int])
     """the most that any rank has entered, once all have told"""
     agreed: threading.Event = field(default_factory=threading.Event)
@@ -169,7 +169,7 @@ class JointExit:
     # --- Attempts. ---
 
     def begin(self) -> None:
-        """Begins an attempt, which no rank leaves before all have come to it. Collective: yes."""
+        """Begins an attempt, once all ranks have reached it. Collective: yes."""
         self.attempting = True
         with self.attempt():
             self.meet()
@@ -191,7 +191,7 @@ class JointExit:
 
     @contextmanager
     def attempt(self, let_go: Callable[[], object] | None = None) -> Generator[None]:
-        """Goes around a part of an attempt: all ranks leave it when memory runs out on one.
+        """Runs a part of an attempt: all ranks leave the part when memory runs out on one.
 
         Collective: yes, when it does.
 
@@ -215,7 +215,7 @@ class JointExit:
         raise self._end(text)
 
     def _reason(self, error: Exception) -> str | None:
-        """Returns why this rank has to leave with the others; `None` if it has not."""
+        """Returns the reason for this rank to leave with the others; `None`: it stays."""
         if isinstance(error, _ToldEveryoneError) or "microbatch of size 1" in str(error):
             return None
         if isinstance(error, _AbandonedError) or not is_out_of_memory(error):
@@ -225,7 +225,7 @@ class JointExit:
     # --- Leaving. ---
 
     def _end(self, text: str) -> RuntimeError:
-        """Leaves with all others; returns the error that each of them raises. Collective: yes."""
+        """Leaves with all other ranks; returns the error that each rank raises. Collective: yes."""
         now = self._now
         if text:
             default_store().set(now.key("failed"), "1")
@@ -281,7 +281,7 @@ class JointExit:
         self._wake.set()
 
     def _join_the_rest(self, now: _Round) -> None:
-        """Enters the collectives that others have entered. Collective: yes.
+        """Enters the collectives that other ranks have entered. Collective: yes.
 
         Each group has its own order and, as some collectives return only when they are over, its
         own thread: a rank that waits in one group comes to the next one late.

@@ -69,7 +69,7 @@ def agree_on_failure(failed: bool, finished: bool, device: torch.device) -> tupl
 
 @contextmanager
 def sync_oom(device: torch.device) -> Generator[None]:
-    """Has ranks leave together, and all with an out-of-memory error if any of them had one.
+    """Has ranks leave together, all with an out-of-memory error if any rank had one.
 
     Collective: yes. Inside, the units' collectives are those of an `OOMGuard`.
 

@@ -346,7 +346,7 @@ _OWN = frozenset({row.key for row in FSDP_ROWS}) - {
 
 
 FLAT = {f"fsdp_{row.key}": f"config.{row.key}" for row in FSDP_ROWS}
-"""keys of the block that stand without it"""
+"""keys of the block that may stand without the block"""
 
 
 def has_fsdp_block(data: Mapping[str, Any]) -> bool:

@@ -264,7 +264,7 @@ def _finish_fsdp1(context: Context) -> None:
 
 
 def _finish_without_defaults(context: Context) -> None:
-    """Does the same for keys of FSDP1 in a block for FSDP2, whose defaults are those of FSDP2."""
+    """Finishes keys of FSDP1 in a block for FSDP2, where defaults are those of FSDP2."""
     settings, strategy = _converted(context), context.entries.get("sharding_strategy")
     if strategy is not None and strategy.status is CONVERTED:
         # A degree that stands in the block itself is written where it stands.

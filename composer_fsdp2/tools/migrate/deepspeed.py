@@ -57,7 +57,7 @@ def _is_nowhere(value: Any) -> bool:
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """An offloading block that names a device other than the CPU's memory and NVMe."""
+    """An offloading block that names a device other than CPU memory and NVMe."""
     return not (isinstance(value, Mapping) and value.get("device") == "nvme")
 
 
@@ -141,7 +141,7 @@ _TUNING = (
     "use_all_reduce_for_fetch_params",
     "use_multi_rank_bucket_allreduce",
 )
-"""sizes and switches of its communication"""
+"""sizes and switches of DeepSpeed's communication"""
 _INTERNAL = (
     "cpu_offload_use_pin_memory",
     "elastic_checkpoint",
@@ -156,7 +156,7 @@ _INTERNAL = (
     "pipeline_loading_checkpoint",
     "save_muon_momentum_buffer_in_memory",
 )
-"""what only its own engine does"""
+"""keys of features that only DeepSpeed's engine has"""
 
 _ROWS = (
     *stages(f"{_ZERO}.stage"),
@@ -433,7 +433,7 @@ def _finish(context: Context) -> None:
 
 
 def finish_deepspeed(context: Context, prefix: str, filled: Mapping[str, Any]) -> None:
-    """Resolves what several keys say together.
+    """Resolves keys that depend on each other.
 
     Args:
         context: of the site.

@@ -39,7 +39,7 @@ _NO_COMMENT = re.compile(
 
 
 class Document:
-    """The text of a configuration and where its keys stand."""
+    """Holds the text of a configuration and where its keys stand."""
 
     def __init__(self, text: str, name: str, *, is_new: bool = False) -> None:
         """Reads a mapping.
@@ -85,7 +85,7 @@ class Document:
         self.whole: list[str] = _WHOLE_LINE.findall(self.text)
         self.lines = [line.rstrip("\r\n") for line in self.whole]
         self.end = self.whole[0][len(self.lines[0]) :]
-        """of the lines that are written, as the file's first one has it"""
+        """line ending of written lines, that of the file's first line"""
         self.pairs: dict[Path, tuple[Node, Any]] = {}
         """nodes of a key and its value; of a key that is written twice, the first ones"""
         values: dict[Path, list[Any]] = {}
@@ -134,7 +134,7 @@ class Document:
         return Document("".join(lines), self.name, is_new=True)
 
     def noted(self, entries: list[Entry]) -> Document:
-        """Returns the file with what is left to decide as comments above the keys, which stay."""
+        """Returns the file with open decisions as comments above the keys, which stay."""
         above: dict[int, list[str]] = {}
         statuses = "|".join(status.value for status in Status)
         for entry in entries:

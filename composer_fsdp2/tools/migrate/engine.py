@@ -288,7 +288,7 @@ class _Migration:
 
 
 def _check_each(entries: Sequence[Entry], present: Collection[str]) -> None:
-    """Makes decisions of values that FSDP2 does not take; `--set` and the file's own keys win."""
+    """Makes decisions of values that FSDP2 refuses; `--set` and the file's own keys win."""
     for entry in entries:
         for name in [name for name in entry.beside if name in present]:
             del entry.beside[name]

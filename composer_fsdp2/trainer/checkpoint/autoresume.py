@@ -129,7 +129,7 @@ def load_any_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Replaces `load_checkpoint`; of what autoresume has found and is damaged, takes the next one.
+    """Replaces `load_checkpoint`; where autoresume's checkpoint is damaged, takes the next one.
 
     Collective: yes. Runs without FSDP2 keep Composer's own loading, but for folders of shards,
     which Composer cannot read without FSDP.

@@ -151,10 +151,10 @@ class _Load:
         self._without_state = [optimizer for optimizer in state.optimizers if not optimizer.state]
         self.states: States = {}
         self.carried: MuonFromAdamW | None = None
-        """where Muon takes its state from, if the checkpoint has that of another optimizer"""
+        """source of Muon's state, if the checkpoint has the state of another optimizer"""
 
     def target_state(self) -> StateDict:
-        """Returns what the run would load, as Composer would save it now. Collective: yes."""
+        """Returns the state dict to fill, as Composer would save it now. Collective: yes."""
         if self.weights_only:
             target: StateDict = {"state": {"model": self.state.get_model_state_dict()}}
         else:
@@ -182,7 +182,7 @@ class _Load:
         self.carried = carried if carried.source else None
 
     def check_parts(self, target: StateDict) -> list[str]:
-        """Settles whether it has what a run continues from. Collective: no.
+        """Checks that the checkpoint has every part that a run continues from. Collective: no.
 
         Returns:
             The run's optimizers whose state is wanted.
@@ -208,7 +208,7 @@ class _Load:
         return names
 
     def check_names(self, target: StateDict) -> list[str]:
-        """Settles whether names and shapes fit; returns what is left out. Collective: no."""
+        """Compares names and shapes; returns keys that are left out. Collective: no."""
         flat, _ = flatten(target)
         globs = () if callable(self.ignore) else tuple(self.ignore or ())
         globs += tuple(self.carried.ignored) if self.carried else ()
@@ -231,7 +231,7 @@ class _Load:
             check_groups(theirs, ours, str(self.saved.path))
 
     def _check_loaded(self, loaded: StateDict) -> None:
-        """Refuses what Composer would execute or mix up. Collective: no."""
+        """Refuses values that Composer would execute or mix up. Collective: no."""
         vet_algorithms(loaded)
         # A schedule has one learning rate for each group; this differs if groups are ignored.
         groups = sum(len(optimizer.param_groups) for optimizer in self.state.optimizers)
@@ -248,7 +248,7 @@ class _Load:
     def apply(
         self, loaded: StateDict, logger: Any, excluded: list[str] | None, passes: list[Any] | None
     ) -> list[dict[str, Any]] | None:
-        """Hands what was read to Composer, and returns the random states. Collective: yes."""
+        """Hands the values to Composer, and returns the random states. Collective: yes."""
         warn_on_rank_0(self.notes)
         values = loaded["state"]
         on_all_ranks(lambda: self._check_loaded(values), as_checkpoint_error)
@@ -296,7 +296,7 @@ class _Load:
 
 
 class _ShardedLoad(_Load):
-    """Every rank reads the pieces it needs of a folder."""
+    """Reads a folder: every rank reads the pieces it needs."""
 
     def read(self, local: Path, remote: Any) -> StateDict:
         """Returns the run's own state, filled. Collective: yes."""
@@ -383,7 +383,7 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[dict[s
 
 
 class _FullLoad(_Load):
-    """Every rank reads the whole file, or rank 0 alone and the others hear of it."""
+    """Reads one file: on every rank, or on rank 0, which sends the values."""
 
     saved: Any
 
@@ -511,7 +511,7 @@ def _unalias(optimizers: Mapping[str, Any], *, every: bool) -> None:
 
 
 def _divided(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns weights of a file with this rank's part of those that torch could not divide.
+    """Returns weights of a file, with this rank's shard of padded parameters.
 
     Torch divides a full tensor by the placements of the parameter, which may have another shape:
     rows of padding, or the experts of this rank alone; see the notes of `parallel.form`.

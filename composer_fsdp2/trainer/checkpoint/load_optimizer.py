@@ -46,7 +46,7 @@ def saved_states(saved: Checkpoint, optimizers: Sequence[torch.optim.Optimizer])
 def asking_for(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], states: States
 ) -> Generator[None]:
-    """Has torch take state for what the checkpoint has; see [Note: state by parameter].
+    """Has torch ask for the parameters whose state is saved; see [Note: state by parameter].
 
     Collective: no. An optimizer that has the state of other parameters loses it: what is loaded
     replaces all state.

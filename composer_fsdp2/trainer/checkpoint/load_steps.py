@@ -43,7 +43,7 @@ StateDict = dict[str, Any]
 
 
 def as_checkpoint_error(error: BaseException) -> CheckpointError:
-    """Returns the error of a step of a load as one of the checkpoint. Collective: no."""
+    """Returns an error of a load as a `CheckpointError`. Collective: no."""
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(f"{type(error).__name__}: {error}")
@@ -121,7 +121,7 @@ def warn_on_rank_0(notes: Iterable[str]) -> None:
 
 
 def set_rates_by_schedules(schedules: Iterable[LRScheduler]) -> None:
-    """Sets the rate of each group to what its schedule gives now.
+    """Sets the learning rate of each group to its schedule's value.
 
     Collective: no. Composer's schedules are functions of the timestamp, each a `LambdaLR`. When a
     run goes on at a later time without the groups of a checkpoint, they hold the rate of batch 0,
@@ -148,7 +148,7 @@ def set_rates_by_schedules(schedules: Iterable[LRScheduler]) -> None:
 def fetched(
     path: str, object_store: Any, state: State, progress_bar: bool
 ) -> Generator[tuple[Path, Any]]:
-    """Yields where a checkpoint is on this machine, and for a folder elsewhere its reader."""
+    """Yields the local path of a checkpoint, and for a remote folder its reader."""
     path = composers._format_path_with_rank_zero(path) if "{" in path else path
     if object_store is None and not is_tar(path) and not is_compressed_pt(path):
         yield Path(path), None

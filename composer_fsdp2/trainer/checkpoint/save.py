@@ -323,7 +323,7 @@ def _check_one_folder(folder: Path) -> None:
 
 
 def note_start(state: State) -> Publications:
-    """Returns what the run has written since this was called first. Collective: no."""
+    """Returns the record of paths that the run has written. Collective: no."""
     return _written.setdefault(state, Publications())
 
 
@@ -351,7 +351,7 @@ def _savers(state: State) -> Savers:
 
 
 class _Written:
-    """The state at the moment of a save, for what Composer does after one."""
+    """Holds the state at the moment of a save, which Composer reads after the save."""
 
     def __init__(self, state: State, saved_path: str | None) -> None:
         self._state = state
@@ -364,13 +364,13 @@ class _Written:
 
 
 class _Background:
-    """The saves of one CheckpointSaver, at most one of them being written.
+    """Runs the saves of one CheckpointSaver in a thread, one at a time.
 
     Its ranks talk on process groups of their own, so that training's collectives keep their order.
     """
 
     def __init__(self, state: State, everyone: torch.distributed.ProcessGroup) -> None:
-        """Makes the group of those that write. Collective: yes."""
+        """Makes the process group of the ranks that write. Collective: yes."""
         savers, writers = _savers(state), everyone
         ranks = [r for r, writes in enumerate(dist.all_gather_object(savers.writes)) if writes]
         if len(ranks) < dist.get_world_size():
@@ -383,7 +383,7 @@ class _Background:
         self.written: _Written | None = None
 
     def start(self, snapshot: _SavedState, link: Path | None, state: State) -> None:
-        """Copies what is to be saved, and writes the copy in a thread. Collective: no."""
+        """Copies the state to save, and writes the copy in a thread. Collective: no."""
         snapshot.values = self.staging.copy(snapshot.values)
         target = snapshot.path.parent if snapshot.sharded else snapshot.path
         self.error, self.written = None, _Written(state, None)
@@ -464,7 +464,7 @@ def _device_of(state: State) -> torch.device:
 def finish_background_save(
     original: Callable[[CheckpointSaver, Any, Any], None], saver: CheckpointSaver, logger: Any
 ) -> None:
-    """Waits for a save that is being written and lets Composer do what comes after one.
+    """Waits for a save that is being written and has Composer finish it.
 
     Collective: yes.
 
@@ -491,7 +491,7 @@ def finish_at_fit_end(
     state: State,
     logger: Any,
 ) -> None:
-    """Replaces `CheckpointSaver.fit_end`: returns when the last checkpoint is where it is saved to.
+    """Replaces `CheckpointSaver.fit_end`: returns when the last checkpoint is in its folder.
 
     Collective: yes.
 

@@ -104,7 +104,7 @@ def check_save_folder(
 
 
 def _local_names(folder: str, name: str) -> list[str]:
-    """Returns what lies as deep in a folder as the name, relative to it."""
+    """Returns paths in a folder that have as many parts as the name."""
     paths = Path(folder).glob("/".join("*" * len(PurePosixPath(name).parts)))
     return [path.relative_to(folder).as_posix() for path in paths]
 

@@ -40,7 +40,7 @@ _checks: WeakSet[Future[Any]] = WeakSet()
 
 
 class GathersErrors(View):
-    """Composer's `dist` for the saver, whose gather of file names meets errors of other ranks."""
+    """Wraps Composer's `dist` for the saver: a gather of file names meets errors of other ranks."""
 
     errors = False
     """whether a rank that fails on its way there tells the others so, as `save_and_upload` does"""
@@ -66,7 +66,7 @@ def save_and_upload(
     state: Any,
     logger: Any,
 ) -> None:
-    """Has Composer save, or only do what comes after a save. Collective: yes.
+    """Has Composer save, or finish a save in the background. Collective: yes.
 
     Raises:
         CheckpointError: on every rank, wherever one of them failed.
@@ -103,7 +103,7 @@ def save_and_upload(
 
 
 def failed_after_save(path: object, error: BaseException) -> CheckpointError:
-    """Returns the error for a checkpoint that is complete, where what comes next has failed."""
+    """Returns the error of an upload or a link after the checkpoint itself is complete."""
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return CheckpointError(
         f"A checkpoint in '{path}' is complete, and what comes after a save (the link to the "

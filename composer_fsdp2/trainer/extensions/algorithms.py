@@ -48,9 +48,8 @@ __all__ = [
 ]
 
 _Tensors = dict[str, torch.Tensor]
-"""the order of rows under tensor parallelism, or the ranks that hold an expert"""
 _forms: WeakKeyDictionary[EMAParameters, Mapping[str, ParameterForm]] = WeakKeyDictionary()
-"""the forms of averages that are not those of checkpoints, by name"""
+"""form of each average, by FQN"""
 
 
 def clip_gradients(
@@ -179,7 +178,7 @@ def load_ema(
 
 
 class ShardedAverage:
-    """Does what Composer's `SWA` needs of `AveragedModel`, without a copy of the modules."""
+    """Averages the weights of a model for Composer's `SWA`, without a copy of the modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.n_averaged = torch.tensor(0)
@@ -189,7 +188,7 @@ class ShardedAverage:
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Takes in the weights as they are. Buffers are not averaged."""
+        """Averages the current weights in. Buffers are copied."""
         learned = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
         share = 1 / (int(self.n_averaged) + 1)
         for name, value in model.state_dict().items():

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class FSDP2Monitor(Callback):
-    """Logs after every batch what FSDP2 communicated and held on this rank.
+    """Logs after every batch the bytes that FSDP2 communicated and held on this rank.
 
     Metrics, each left out where it cannot be known:
 
@@ -99,7 +99,7 @@ class FSDP2Monitor(Callback):
         self._traffic = Traffic(run)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Starts to hear of the units; a training that failed may have left it listening."""
+        """Starts to listen to the units; a training that failed may have left the listener."""
         self.close(state, logger)
         self._traffic.run.listen(self._traffic)
 
@@ -108,7 +108,7 @@ class FSDP2Monitor(Callback):
         self._traffic.begin()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Logs what was counted. With one rank there is no traffic.
+        """Logs the counts of the batch. With one rank there is no traffic.
 
         Collective: yes, over the default group, with `expert_parallel`.
         """

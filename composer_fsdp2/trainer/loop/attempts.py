@@ -120,7 +120,7 @@ class Attempt:
         self._trainer.state.outputs, self._trainer.state.loss = [], torch.Tensor()
 
     def undo(self) -> None:
-        """Makes the model and its optimizer what they were. Collective: yes.
+        """Restores the model and its optimizer. Collective: yes.
 
         Raises:
             RuntimeError: on every rank, when something was changed that nobody had kept.

@@ -89,7 +89,7 @@ class _Even(StepListener):
         self.added: list[Any] = []
         """microbatches of this batch that weigh nothing"""
         self.left = 0
-        """how many of them have not run"""
+        """how many added microbatches have not run"""
         self.only_added = False
         """whether this rank has no microbatch of its own"""
         self.adding = False

@@ -24,7 +24,7 @@ _SKIPPED = frozenset({"__pycache__", "build", "node_modules", "site-packages"})
 
 @dataclass(frozen=True, slots=True)
 class CodeFile:
-    """Holds one file's uses."""
+    """Holds one file's uses of FSDP1."""
 
     path: Path
     uses: list[Use] = field(default_factory=list)
