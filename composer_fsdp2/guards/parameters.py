@@ -279,7 +279,11 @@ class AddedParameters(StepListener):
         model_params = [param for param in params if id(param) in names]
         is_given = any(optimizer is other for other in self.run.optimizers)
         is_divided = any(group_dividing(param) is not None for param in model_params)
-        kinds = {"tensor"} if is_divided else {form_of(param).parallelism for param in model_params} - {""}
+        kinds = (
+            {"tensor"}
+            if is_divided
+            else {form_of(param).parallelism for param in model_params} - {""}
+        )
         if not is_given and kinds:
             (kind,) = kinds
             raise PlanError(
