@@ -81,7 +81,7 @@ def check_forward_methods(
     Collective: no.
 
     Args:
-        tree: the model.
+        tree: the model, not sharded yet.
         patterns: `path.to.module.method`, where the path may be a glob; modules add their own
             with an attribute `fsdp_forward_methods`, a list of method names.
         plan: says which modules will be units.
@@ -93,7 +93,7 @@ def check_forward_methods(
         PlanError: for a pattern that matches nothing, a method that does not exist, and a module
             that is no unit.
     """
-    found: dict[tuple[str, str], None] = {}
+    methods: dict[tuple[str, str], None] = {}
     modules = list(tree.modules())
     for pattern in patterns:
         path, _, method = pattern.rpartition(".")
@@ -105,7 +105,7 @@ def check_forward_methods(
                 "shards instead of weights. Write `path.to.module.method`; the path is a module "
                 "name or a glob, and empty for the model itself."
             )
-        found.update(dict.fromkeys(matched))
+        methods.update(dict.fromkeys(matched))
     for name, module in modules:
         for method in attribute_of(module, "fsdp_forward_methods", ()):
             if not callable(getattr(module, method, None)):
@@ -113,20 +113,20 @@ def check_forward_methods(
                     f"fsdp_forward_methods of '{name}' names '{method}', which is no method of it. "
                     "It would have no effect. Correct the name."
                 )
-            found[name, method] = None
+            methods[name, method] = None
     units = {unit.module for unit in plan.units}
-    for path, method in found:
+    for path, method in methods:
         if path not in units:
             raise PlanError(
                 f"'{method}' of '{path}' is listed as a forward method, but '{path}' is not a "
                 "unit. Only a unit can gather parameters when one of its methods is called. Make "
                 f"it a unit with wrap_policy.names: ['{path}']."
             )
-    return list(found)
+    return list(methods)
 
 
 def merge_aliases(tree: ModuleTree) -> ModuleTree:
-    """Makes one parameter of several that share their memory; returns the tree of the model then.
+    """Makes one parameter of several that share their memory; returns the tree of the new model.
 
     Collective: no. See [Note: two kinds of ties].
     """
@@ -138,7 +138,7 @@ def merge_aliases(tree: ModuleTree) -> ModuleTree:
     for ref in aliases:
         module, attribute = slot_of(tree, ref)
         module._parameters[attribute] = params[representative[id(ref.param)]]
-    tree.params.clear()  # whoever made it may hold it
+    tree.params.clear()  # the caller may keep the tree
     return ModuleTree.read(tree.root)
 
 
@@ -215,7 +215,7 @@ def apply_plan(
     )
     offloading = CPUOffloadPolicy(pin_memory=offload.pin_memory) if offload else OffloadPolicy()
     hooks: dict[nn.Module, UnitHooks] = {}
-    of_experts: tuple[DeviceMesh, MakeHook] | None = None
+    expert_reduction: tuple[DeviceMesh, MakeHook] | None = None
     with _carrying_attributes(tree), weights.seeded(), weights.sourced.shown():
         tree.params.clear()  # or every full parameter would live until the last unit is sharded
         if source is not None:
@@ -226,20 +226,20 @@ def apply_plan(
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
             module = layout.modules[unit.module]
-            between = shard_mesh, make_hook
+            reduction = shard_mesh, make_hook
             if (experts := experts_of(module)) is not None:
-                # Every layer of experts has the same ranks.
-                ranks = experts.mesh
-                of_experts = of_experts or probe_reduction(ranks.shards, ranks.sources)
-                between = of_experts
-            hooks[module] = _shard_unit(module, unit, layout, *between, policy, offloading)
+                if expert_reduction is None:  # every layer of experts has the same ranks
+                    ranks = experts.mesh
+                    expert_reduction = probe_reduction(ranks.shards, ranks.sources)
+                reduction = expert_reduction
+            hooks[module] = _shard_unit(module, unit, layout, *reduction, policy, offloading)
             weights.sourced.read_parameters(unit.params)
         weights.fill(tree.modules())
         weights.sourced.read_parameters(plan.ignored)
     weights.sourced.agree_on_failure()
     for names in plan.tied:
-        found = {id(layout.param_of(name)) for name in names}
-        assert len(found) == 1, f"sharding untied {names}"
+        params = {id(layout.param_of(name)) for name in names}
+        assert len(params) == 1, f"sharding untied {names}"
     guard_reading(model)
     for path, method in forward_methods:
         hooks[layout.modules[path]].hook_method(method)
@@ -267,8 +267,8 @@ def _shard_unit(
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L491
     """
     # `fully_shard` compares Parameter objects, and units sharded before have exchanged theirs.
-    places = layout.foreign.get(unit.module, ())
-    ignored, experts = {getattr(holder, name) for holder, name in places}, experts_of(module)
+    ignored = {getattr(owner, name) for owner, name in layout.foreign.get(unit.module, ())}
+    experts = experts_of(module)
     if experts is not None:
         ignored |= experts.drop_remote()
     # Before it is sharded, which gives the module another class.
@@ -289,9 +289,9 @@ def _shard_unit(
         offload_policy=offloading,
         ignored_params=ignored or None,
     )
-    full = mesh.device_type if unit.role == "fp32" else None
+    fp32_device = mesh.device_type if unit.role == "fp32" else None
     members = [member for _, member in layout.members[unit.module]]
-    hooks.attach(members, full, frozen and not is_embedding)
+    hooks.attach(members, fp32_device, frozen and not is_embedding)
     # Torch refuses as well, in an assertion that says nothing of averages and names no cure.
     type(module).__deepcopy__ = _refuse_copy  # pyright: ignore[reportAttributeAccessIssue]
     if (hook := make_hook()) is not None:

@@ -47,9 +47,9 @@ def check_communication(
     """Refuses settings that this torch, this device or NCCL does not have. Collective: no.
 
     Args:
-        settings: of the run.
-        device_type: on which the run computes.
-        environment: of this process.
+        settings: `communication` of the run.
+        device_type: type of the device that computes.
+        environment: variables that NCCL reads.
 
     Raises:
         ConfigError: naming the setting.
@@ -88,8 +88,8 @@ def nccl_version() -> tuple[int, ...] | None:
     if not dist.is_nccl_available():
         return None
     # A version of the library torch was built with, whether a group uses it or not.
-    found: Any = nccl.version()
-    return tuple(found)
+    version: Any = nccl.version()
+    return tuple(version)
 
 
 def apply_communication(
@@ -100,8 +100,8 @@ def apply_communication(
     Collective: yes, with a separate group.
 
     Args:
-        tops: units that lie in no other.
-        units: all of them.
+        tops: units that lie in no other unit.
+        units: all units of the model.
         settings: checked by `check_communication`.
     """
     arguments: dict[str, tuple[Any, ...]] = {
@@ -141,7 +141,7 @@ _SWITCHED_OFF = {
 """variables, the value that switches something off, and the name of that thing"""
 _POLICY = "NCCL_CTA_POLICY"
 VARIABLES = (_POLICY, *_SWITCHED_OFF)
-"""all that are read here"""
+"""variables of the environment that are read here"""
 
 _WINDOWS, _COPY_ENGINES = (2, 27), (2, 28)
 _ZERO = frozenset({"2", "ZERO"})
@@ -154,7 +154,7 @@ class Missing:
     what: str
     advice: str
     needed: bool
-    """otherwise it is only slower"""
+    """false where symmetric memory works without, and is slower"""
 
 
 def missing_for(
@@ -164,20 +164,20 @@ def missing_for(
     *,
     one_node: bool = True,
 ) -> list[Missing]:
-    """Returns what NCCL lacks for these settings; things they cannot do without come first.
+    """Returns what NCCL lacks for symmetric memory; things it does not work without come first.
 
     Args:
-        settings: of the run.
+        settings: `communication` of the run.
         environment: at least those of `VARIABLES` that are set.
-        nccl: its version; `None` where nobody knows.
-        one_node: whether the shards of a copy are on one node; copy engines reach no further.
+        nccl: the version of NCCL; `None` where nobody knows.
+        one_node: whether the shards of a replica are on one node; copy engines reach no further.
     """
     if not settings.symmetric_memory:
         return []
     version = ".".join(map(str, nccl or ()))
-    found: list[Missing] = []
+    missing: list[Missing] = []
     if nccl is not None and nccl < _WINDOWS:
-        found.append(
+        missing.append(
             Missing(
                 f"'communication.symmetric_memory' is set, and torch has NCCL {version} here. The "
                 "first gather would fail, because symmetric memory came with NCCL 2.27",
@@ -185,18 +185,18 @@ def missing_for(
                 needed=True,
             )
         )
-    found += [
+    missing += [
         Missing(
-            f"'communication.symmetric_memory' is set, and {name}={value} takes {taken} away. "
+            f"'communication.symmetric_memory' is set, and {name}={value} takes {feature} away. "
             "The first gather would fail",
             f"unset {name}, or take 'symmetric_memory' out.",
             needed=True,
         )
-        for name, (value, taken) in _SWITCHED_OFF.items()
+        for name, (value, feature) in _SWITCHED_OFF.items()
         if environment.get(name) == value
     ]
     if one_node and nccl is not None and _WINDOWS <= nccl < _COPY_ENGINES:
-        found.append(
+        missing.append(
             Missing(
                 f"'communication.symmetric_memory' is set, and NCCL {version} has no gathers "
                 "through copy engines: they take multiprocessors from the computation",
@@ -205,7 +205,7 @@ def missing_for(
             )
         )
     elif one_node and environment.get(_POLICY, "").upper() not in _ZERO:
-        found.append(
+        missing.append(
             Missing(
                 f"'communication.symmetric_memory' is set, and {_POLICY} is not 2. Gathers take "
                 "multiprocessors from the computation; with it, they go through copy engines "
@@ -214,4 +214,4 @@ def missing_for(
                 needed=False,
             )
         )
-    return found
+    return missing

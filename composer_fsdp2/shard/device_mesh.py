@@ -13,14 +13,14 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.ranks import is_fake
 
-__all__ = ["build_mesh", "note_copies", "whole_mesh", "with_cpu_backend"]
+__all__ = ["build_mesh", "mesh_with_replicas", "note_replicas", "with_cpu_backend"]
 
-_WHOLE: Any = WeakIdKeyDictionary()
-"""mesh of the shards of one copy -> mesh with all copies"""
+_REPLICA_MESHES: Any = WeakIdKeyDictionary()
+"""mesh of the shards of one replica -> mesh with all replicas"""
 
 
 def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    """Builds the device mesh: ranks of a copy next to each other, of a tensor group innermost.
+    """Builds the device mesh: ranks of a replica side by side, those of a tensor group innermost.
 
     Returns the axes that FSDP2 shards over.
 
@@ -37,19 +37,19 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
     return root[tuple(name for name in shape.axes if name != TENSOR_AXIS)]
 
 
-def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:
-    """Remembers for the mesh of a copy the mesh of all copies, whose gradients are averaged.
+def note_replicas(mesh: DeviceMesh, replicas: DeviceMesh) -> None:
+    """Remembers for the mesh of a replica that of all replicas, whose gradients are averaged.
 
     Collective: no.
     """
     # FSDP2 gives this very object to the DTensors that it makes of plain parameters. By identity:
     # after the process group was destroyed and made again, another mesh may be equal to it.
-    _WHOLE[mesh] = whole
+    _REPLICA_MESHES[mesh] = replicas
 
 
-def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh with all copies, whose last axis is that of the shards. Collective: no."""
-    return _WHOLE.get(mesh, mesh)
+def mesh_with_replicas(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh of all replicas, whose last axis is that of the shards. Collective: no."""
+    return _REPLICA_MESHES.get(mesh, mesh)
 
 
 def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
@@ -63,18 +63,18 @@ def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
     backend = "gloo"
     if mesh.device_type != "cpu":
         # The backend of one device, or those of several (`cpu:gloo,cuda:nccl`).
-        written = dist.get_backend(mesh.get_group(0))
-        by_device = dict(part.split(":") for part in written.split(",") if ":" in part)
-        backend = f"cpu:gloo,{mesh.device_type}:{by_device.get(mesh.device_type, written)}"
+        backends = dist.get_backend(mesh.get_group(0))
+        by_device = dict(part.split(":") for part in backends.split(",") if ":" in part)
+        backend = f"cpu:gloo,{mesh.device_type}:{by_device.get(mesh.device_type, backends)}"
     groups: list[Any] = []
     for axis in range(mesh.ndim):
         # Every rank takes part in making every group, also those it is not in: torch wants that.
         rows = mesh.mesh.swapdims(-1, axis).reshape(-1, mesh.size(axis)).tolist()
         groups.append(dist.new_subgroups_by_enumeration(rows, backend=backend)[0])
-    one = mesh.ndim == 1
+    is_1d = mesh.ndim == 1
     return DeviceMesh.from_group(
-        groups[0] if one else groups,
+        groups[0] if is_1d else groups,
         mesh.device_type,
-        mesh=None if one else mesh.mesh,
+        mesh=None if is_1d else mesh.mesh,
         mesh_dim_names=mesh.mesh_dim_names,
     )

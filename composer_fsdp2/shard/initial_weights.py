@@ -5,7 +5,7 @@ values nobody has (everything on meta) are created by the model's own initialise
 with one seed and then broadcast. Full tensors because initialisers are written for them: padding
 rows, fan-in, rotary tables. The weights therefore do not depend on the number of ranks, and no rank
 ever holds more than one full unit beside its shards. A layer that tensor parallelism divides is
-whole for that while as well.
+full for that while as well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MetaDeviceReport:
 
     on_meta: Literal["none", "all", "some"]
     digest: str
-    """of the names, when some are"""
+    """SHA-256 of the names that are on meta"""
     attributes: str
     """plain tensors in attributes; ranks need the same ones only when some rank is on meta"""
 
@@ -62,16 +62,16 @@ class MetaDeviceReport:
             tree: the model.
             sourced: names that are left out, because a source has their values.
         """
-        found = [(ref.name, ref.param, True) for ref in tree.params]
+        tensors = [(ref.name, ref.param, True) for ref in tree.params]
         for path, module in tree.modules():
-            found += [
+            tensors += [
                 (child_name(path, name), tensor, name in module._buffers)
                 for name, tensor in _unlearned_tensors(module)
             ]
-        looked_at = [one for one in found if one[0] not in sourced]
-        names = [name for name, tensor, _ in looked_at if tensor.is_meta]
-        attributes = [f"{name} {tensor.shape}" for name, tensor, known in looked_at if not known]
-        on_meta = "none" if not names else "all" if len(names) == len(looked_at) else "some"
+        tensors = [item for item in tensors if item[0] not in sourced]
+        names = [name for name, tensor, _ in tensors if tensor.is_meta]
+        attributes = [f"{n} {tensor.shape}" for n, tensor, is_learned in tensors if not is_learned]
+        on_meta = "none" if not names else "all" if len(names) == len(tensors) else "some"
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
         return cls(on_meta, digest, "\n".join(attributes))
 
@@ -79,33 +79,36 @@ class MetaDeviceReport:
 def check_meta_device_reports(everyone: Sequence[MetaDeviceReport]) -> None:
     """Checks that rank 0 holds every value that any rank holds.
 
-    Collective: no; `everyone` is what each rank has.
+    Collective: no.
+
+    Args:
+        everyone: the report of each rank, in the order of the ranks.
 
     Raises:
-        PlanError: when a rank holds values where rank 0 is on meta, or attributes rank 0 has not.
+        PlanError: when a rank holds values where rank 0 is on meta, or other tensor attributes.
     """
     first = everyone[0]
-    for rank, found in enumerate(everyone):
-        if first.on_meta != "none" and found.digest != first.digest:
+    for rank, report in enumerate(everyone):
+        if first.on_meta != "none" and report.digest != first.digest:
             raise PlanError(
                 f"Rank 0 holds the model on meta ({first.on_meta} of it) and rank {rank} does not "
-                f"({found.on_meta} of it). Rank 0's values are the ones every rank starts from, "
+                f"({report.on_meta} of it). Rank 0's values are the ones every rank starts from, "
                 "and it has none. Build the model on cpu on rank 0 and on meta elsewhere "
                 "(`init_device: mixed`), or on meta everywhere (`init_device: meta`)."
             )
-        if found.on_meta != "none" and found.attributes != first.attributes:
+        if report.on_meta != "none" and report.attributes != first.attributes:
             raise PlanError(
                 f"Modules on rank {rank}, which is on meta, hold other tensor attributes than on "
-                f"rank 0 ({found.attributes or 'none'} against {first.attributes or 'none'}). They "
-                "could not be given rank 0's values. Set the same attributes on every rank."
+                f"rank 0 ({report.attributes or 'none'} against {first.attributes or 'none'}). "
+                "They could not be given rank 0's values. Set the same attributes on every rank."
             )
 
 
 class InitialWeights:
-    """Fills modules with rank 0's values, or with new ones where rank 0 has none.
+    """Fills modules with rank 0's values, or with new values where rank 0 has none.
 
-    Records where parameters sit and who initialises them. With a source, drops the values it
-    replaces; see [Note: weights from a source].
+    Records the slots of parameters and who initialises them. Drops values that a source replaces;
+    see [Note: weights from a source].
     """
 
     def __init__(
@@ -122,20 +125,21 @@ class InitialWeights:
         self._device, self._seed = device, seed
         self._rank0_has_values, self._some_on_meta = rank0_has_values, some_on_meta
         # There, meta tensors only show the structure, and nothing is filled.
-        self._pretends = is_fake()
-        known = None if self._pretends else source
-        self.sourced = SourcedWeights(tree, known, device, shards_on or device)
+        self._is_fake = is_fake()
+        self.sourced = SourcedWeights(
+            tree, None if self._is_fake else source, device, shards_on or device
+        )
         self._ready: set[int] = set()
-        self._divided: dict[int, nn.Parameter] = {}
-        """id of a whole parameter -> the part on meta that it is for"""
-        self._places: dict[int, list[Slot]] = {}
+        self._parts: dict[int, nn.Parameter] = {}
+        """id of a full parameter -> this rank's part of it, on meta"""
+        self._slots: dict[int, list[Slot]] = {}
         for ref in tree.params:
-            self._places.setdefault(id(ref.param), []).append(slot_of(tree, ref))
+            self._slots.setdefault(id(ref.param), []).append(slot_of(tree, ref))
         self._initialisers = {} if rank0_has_values else _initialisers(tree)
 
     @contextlib.contextmanager
     def seeded(self) -> Generator[None, None, None]:
-        """Has one random stream for everything that is created; the caller's is untouched."""
+        """Draws everything that is created from one random stream; the caller's is untouched."""
         kind = self._device.type
         devices = [] if kind == "cpu" else [self._device]
         # Named, because torch forks the state of every GPU of the machine by default.
@@ -153,11 +157,11 @@ class InitialWeights:
         Raises:
             PlanError: for tensors that nothing initialises.
         """
-        if self._pretends:
+        if self._is_fake:
             return
         todo: list[tuple[str, nn.Module]] = []
         for path, module in modules:
-            if id(module) not in self._ready:  # one registered twice comes under both names
+            if id(module) not in self._ready:  # a module registered twice comes under both names
                 self._ready.add(id(module))
                 todo.append((path, module))
         blank = {id(module): self._materialise(path, module) for path, module in todo}
@@ -170,16 +174,16 @@ class InitialWeights:
                 stays = isinstance(tensor, DTensor) or child_name(path, name) in self.sourced
                 if not stays and (learned or self._some_on_meta):
                     broadcast_from_rank0(tensor, self._device)
-            self._divide(module)
+            self._shard_again(module)
 
-    def _divide(self, module: nn.Module) -> None:
+    def _shard_again(self, module: nn.Module) -> None:
         """Puts back this rank's parts of parameters that tensor parallelism divides."""
-        for whole in list(module._parameters.values()):
-            like = self._divided.pop(id(whole), None)
-            if whole is not None and isinstance(like, DTensor):
-                places = self._places.pop(id(whole))
-                new = replace_parameter(places, like, form_of(like).shard(whole, like))
-                self._places[id(new)] = places
+        for full in list(module._parameters.values()):
+            like = self._parts.pop(id(full), None)
+            if full is not None and isinstance(like, DTensor):
+                slots = self._slots.pop(id(full))
+                new = replace_parameter(slots, like, form_of(like).shard(full, like))
+                self._slots[id(new)] = slots
 
     def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
         """Initialises modules; an error of a rank is raised on all before they broadcast."""
@@ -188,12 +192,12 @@ class InitialWeights:
         try:
             for path, module in todo:
                 by_model = self._initialisers.get(id(module))
-                left = _left(module, blank[id(module)])
+                unwritten = _unwritten(module, blank[id(module)])
                 for initialiser in (by_model, _reset_parameters, _rebuild):
-                    if left and initialiser is not None:
-                        _fill_only(module, left, initialiser)
-                        left = _left(module, blank[id(module)])
-                missing += [child_name(path, name) for name in left]
+                    if unwritten and initialiser is not None:
+                        _fill_only(module, unwritten, initialiser)
+                        unwritten = _unwritten(module, blank[id(module)])
+                missing += [child_name(path, name) for name in unwritten]
             if missing:
                 error = PlanError(
                     f"Nothing initialises {listed(missing, 20)}. The model is on meta on every "
@@ -209,7 +213,7 @@ class InitialWeights:
     def _materialise(self, path: str, module: nn.Module) -> Tensors:
         """Replaces the module's meta tensors by marked memory, which is returned.
 
-        Of what a source has, parameters stay on meta and buffers get their values.
+        Parameters that a source has stay on meta. Buffers that it has get their values.
         """
         blank: Tensors = {}
         for name, param in list(module._parameters.items()):
@@ -221,15 +225,15 @@ class InitialWeights:
                     param.data = param.data.to(self._device)
                 continue
             like: torch.Tensor = param
-            if isinstance(param, DTensor):  # all of it, of which ranks have parts
+            if isinstance(param, DTensor):  # divided by tensor parallelism: the full tensor
                 shape = form_of(param).model_shape(param.shape)
                 like = torch.empty(shape, dtype=param.dtype, device="meta")
             data = self._blank_like(like)
-            blank[name] = replace_parameter(self._places[id(param)], param, data)
-            # The new parameter takes over the places: a tied one is asked for again elsewhere.
-            self._places[id(blank[name])] = self._places[id(param)]
+            blank[name] = replace_parameter(self._slots[id(param)], param, data)
+            # The new parameter takes over the slots: a tied one is looked up again elsewhere.
+            self._slots[id(blank[name])] = self._slots[id(param)]
             if isinstance(param, DTensor):
-                self._divided[id(blank[name])] = param
+                self._parts[id(blank[name])] = param
         return blank | self._materialise_unlearned(path, module)
 
     def _materialise_unlearned(self, path: str, module: nn.Module) -> Tensors:
@@ -245,8 +249,8 @@ class InitialWeights:
             elif is_buffer and value.device != self._device:
                 new[id(value)] = value.to(self._device)
         if new:
-            for attribute, held in vars(module).items():
-                vars(module)[attribute] = _exchanged(held, new)
+            for attribute, content in vars(module).items():
+                vars(module)[attribute] = _exchanged(content, new)
         return blank
 
     def _blank_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -255,13 +259,9 @@ class InitialWeights:
         return blank.zero_() if blank.dtype is torch.bool else blank.fill_(_mark_of(blank.dtype))
 
 
-def _left(module: nn.Module, blank: Tensors) -> Tensors:
-    """Tensors of a module that nobody has written yet."""
+def _unwritten(module: nn.Module, blank: Tensors) -> Tensors:
+    """Returns tensors of a module that nobody has written yet."""
     return {n: t for n, t in _own_tensors(module).items() if _is_marked(n, t, blank)}
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
 
 def _own_tensors(module: nn.Module) -> Tensors:
@@ -272,67 +272,67 @@ def _own_tensors(module: nn.Module) -> Tensors:
 
 
 def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Buffers and plain tensors in attributes, in containers too: `scales[0]`, `tables['a'][1]`."""
-    found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+    """Returns buffers and tensors in attributes, in containers too: `tables['a'][1]`."""
+    tensors = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
     registered = ("_parameters", "_buffers", "_modules")
     todo = [item for item in vars(module).items() if item[0] not in registered]
     opened: set[int] = set()
     for name, value in todo:  # which grows by the contents of containers
-        if _is_plain(value):
-            found.append((name, value))
-        elif (inside := _opened(value)) is not None and id(inside) not in opened:
-            opened.add(id(inside))
-            items = inside.items() if isinstance(inside, dict) else enumerate(inside)
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            tensors.append((name, value))
+        elif (contents := _opened(value)) is not None and id(contents) not in opened:
+            opened.add(id(contents))
+            items = contents.items() if isinstance(contents, dict) else enumerate(contents)
             todo += [
                 (f"{name}[{key!r}]", item)
                 for key, item in items
                 if isinstance(item, torch.Tensor) or _opened(item) is not None
             ]
-    return found
+    return tensors
 
 
 def _opened(value: Any) -> Any:
-    """Returns the container that a value is or has, of those whose tensors are given values."""
+    """Returns the container that a value is or has; `None` if its tensors are not to be filled."""
     if isinstance(value, list | tuple | dict | deque):
         return value
     holds = isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(type(value))
     return getattr(value, "__dict__", None) if holds else None
 
 
-def _exchanged(held: Any, new: dict[int, Any]) -> Any:
+def _exchanged(value: Any, new: dict[int, Any]) -> Any:
     """Exchanges tensors in a value of an attribute, and returns the value.
 
-    Lists, dictionaries and objects are changed in place, so that other ways to them stay.
+    Lists, dictionaries and objects are changed in place, so that other references to them stay.
 
     Args:
-        held: a tensor, a container, or anything else, which is returned as it is.
-        new: id of a tensor -> the one that takes its place. Gets the containers that were opened.
+        value: a tensor, a container, or anything else, which is returned as it is.
+        new: id of a tensor -> the tensor that replaces it. Gets the containers that were opened.
     """
-    inside = _opened(held)
-    if id(held) in new or inside is None:
-        return new.get(id(held), held)
-    if isinstance(held, tuple):
-        items = [_exchanged(item, new) for item in held]
-        if any(item is not old for item, old in zip(items, held, strict=True)):
-            new[id(held)] = type(held)(*items) if is_namedtuple(held) else type(held)(items)
-        return new.get(id(held), held)
-    new[id(held)] = held
-    for key, old in list(inside.items() if isinstance(inside, dict) else enumerate(inside)):
+    contents = _opened(value)
+    if id(value) in new or contents is None:
+        return new.get(id(value), value)
+    if isinstance(value, tuple):
+        items = [_exchanged(item, new) for item in value]
+        if any(item is not old for item, old in zip(items, value, strict=True)):
+            new[id(value)] = type(value)(*items) if is_namedtuple(value) else type(value)(items)
+        return new.get(id(value), value)
+    new[id(value)] = value
+    for key, old in list(contents.items() if isinstance(contents, dict) else enumerate(contents)):
         if (item := _exchanged(old, new)) is not old:
-            inside[key] = item
-    return held
+            contents[key] = item
+    return value
 
 
 def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
     """Finds who initialises each module: `param_init_fn` or `_init_weights`, maybe inherited."""
-    found: list[Initialiser | None] = []
-    for entry in tree.paths:
-        inherited = found[entry.parent] if entry.parent >= 0 else None
-        own = getattr(entry.module, "param_init_fn", None)
-        if own is None and inherited is None:
-            own = getattr(entry.module, "_init_weights", None)
-        found.append(own if callable(own) else inherited)
-    return {key: found[index] for key, index in tree.first_path.items()}
+    initialisers: list[Initialiser | None] = []
+    for node in tree.paths:
+        inherited = initialisers[node.parent] if node.parent >= 0 else None
+        initialiser = getattr(node.module, "param_init_fn", None)
+        if initialiser is None and inherited is None:
+            initialiser = getattr(node.module, "_init_weights", None)
+        initialisers.append(initialiser if callable(initialiser) else inherited)
+    return {key: initialisers[index] for key, index in tree.first_path.items()}
 
 
 def _mark_of(dtype: torch.dtype) -> float | int:
@@ -353,17 +353,17 @@ def _is_marked(name: str, tensor: torch.Tensor, blank: Tensors) -> bool:
     return bool((tensor == _mark_of(tensor.dtype)).any())
 
 
-def _fill_only(module: nn.Module, left: Tensors, source: Initialiser) -> None:
+def _fill_only(module: nn.Module, unwritten: Tensors, source: Initialiser) -> None:
     """Runs an initialiser, and puts back tensors that had their values already."""
-    kept = {
+    values = {
         name: tensor.clone()
         for name, tensor in _own_tensors(module).items()
-        if name not in left and tensor.numel() and not isinstance(tensor, DTensor)
+        if name not in unwritten and tensor.numel() and not isinstance(tensor, DTensor)
     }
     with contextlib.suppress(NotImplementedError):
         source(module)
     now = _own_tensors(module)
-    for name, value in kept.items():
+    for name, value in values.items():
         if name in now:  # a list may be shorter now
             now[name].copy_(value)
 
@@ -377,8 +377,8 @@ def _reset_parameters(module: nn.Module) -> None:
 def _rebuild(module: nn.Module) -> None:
     """Copies tensors that the constructor sets: norm weights, rotary tables, masks.
 
-    Only for modules without children whose constructor arguments can be read back from attributes
-    of the same name, or which take one size.
+    Leaves modules alone that have children, and those whose constructor takes arguments that are
+    neither attributes of the same name nor the one size of a vector.
     """
     if next(module.children(), None) is not None:
         return
@@ -391,10 +391,14 @@ def _rebuild(module: nn.Module) -> None:
             fresh = type(module)(**arguments)
     except Exception:  # a guess that does not construct is no source; the caller names what is left
         return
-    own = _own_tensors(module)
+    tensors = _own_tensors(module)
     for name, value in _own_tensors(fresh).items():
-        if name in own and own[name].shape == value.shape and not isinstance(own[name], DTensor):
-            own[name].copy_(value)
+        if (
+            name in tensors
+            and tensors[name].shape == value.shape
+            and not isinstance(tensors[name], DTensor)
+        ):
+            tensors[name].copy_(value)
 
 
 def _constructor_arguments(module: nn.Module) -> dict[str, object] | None:
@@ -405,9 +409,9 @@ def _constructor_arguments(module: nn.Module) -> dict[str, object] | None:
         is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_open or parameter.name == "device":
             continue
-        known = vars(module).get(parameter.name)
-        if known is not None:
-            arguments[parameter.name] = known
+        value = vars(module).get(parameter.name)
+        if value is not None:
+            arguments[parameter.name] = value
         elif parameter.default is parameter.empty:
             if arguments or len(sizes) != 1 or len(next(iter(sizes))) != 1:
                 return None

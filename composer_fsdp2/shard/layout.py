@@ -21,11 +21,11 @@ Slot = tuple[nn.Module, str]
 
 
 class Layout:
-    """Holds where the plan's names are in a model.
+    """Finds the modules and parameters that a plan names.
 
     Args:
-        tree: the model.
-        plan: for it.
+        tree: the model, not sharded yet.
+        plan: made for the tree.
     """
 
     def __init__(self, tree: ModuleTree, plan: WrapPlan) -> None:
@@ -33,14 +33,14 @@ class Layout:
         """name -> module, the activation wrapper where there is one; a unit once it is sharded"""
         self.holders: dict[str, nn.Module] = {}
         """name -> the module itself, which holds the parameters of that name"""
-        for entry in tree.paths:
-            self.modules.setdefault(entry.path, entry.module)
-            self.holders[entry.path] = entry.module
+        for node in tree.paths:
+            self.modules.setdefault(node.path, node.module)
+            self.holders[node.path] = node.module
         unit_at = {id(self.modules[unit.module]): unit.module for unit in plan.units}
         nearest: list[str | None] = []
-        for entry in tree.paths:
-            above = nearest[entry.parent] if entry.parent >= 0 else None
-            nearest.append(unit_at.get(id(entry.module), above))
+        for node in tree.paths:
+            above = nearest[node.parent] if node.parent >= 0 else None
+            nearest.append(unit_at.get(id(node.module), above))
         self.members: dict[str, list[tuple[str, nn.Module]]] = defaultdict(list)
         """unit name -> modules whose nearest unit it is"""
         for index in tree.first_path.values():
@@ -50,7 +50,7 @@ class Layout:
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_init.py#L123
         owner_of = {name: unit.module for unit in plan.units for name in unit.params}
         self.foreign, hidden = _foreign(tree, nearest, owner_of)
-        """unit name -> parameters it would find but another unit owns"""
+        """unit name -> slots of parameters that the unit would find and another unit owns"""
         # A unit with hidden parameters is given everything below it, so it comes before the units
         # inside it, outer ones first; all others come children before parents.
         first = [unit for unit in reversed(plan.units) if unit.module in hidden]
@@ -58,11 +58,11 @@ class Layout:
         self.order = first + rest
 
     def modules_of(self, unit: ShardUnit) -> list[tuple[str, nn.Module]]:
-        """Modules whose tensors must be real before the unit is sharded."""
+        """Returns modules, by path, whose tensors must be real before the unit is sharded."""
         modules = list(self.members[unit.module])
-        own = {path for path, _ in modules}
+        member_paths = {path for path, _ in modules}
         paths = dict.fromkeys(name.rpartition(".")[0] for name in unit.params)
-        return modules + [(path, self.holders[path]) for path in paths if path not in own]
+        return modules + [(path, self.holders[path]) for path in paths if path not in member_paths]
 
     def param_of(self, name: str) -> nn.Parameter:
         """Returns the parameter that stands under a name now."""
@@ -80,8 +80,8 @@ def _foreign(
 ) -> tuple[dict[str, list[Slot]], set[str]]:
     """Finds parameters each unit must leave to another, and units that would miss their own.
 
-    `fully_shard` looks for parameters in modules outside nested units. A weight lifted out of every
-    place it is used in (shared by all layers, registered nowhere else) is in none of those.
+    `fully_shard` looks for parameters in modules outside nested units. A weight lifted out of all
+    units that use it (shared by all layers, registered nowhere else) is in none of those.
     """
     owners = [(ref, owner_of.get(ref.name)) for ref in tree.params]
     visible = {id(ref.param) for ref, owner in owners if owner == nearest[ref.path_index]}
@@ -89,8 +89,8 @@ def _foreign(
     # Of each module, the units that find its parameters. One with hidden parameters finds all that
     # are below it, because it is sharded before the units inside it.
     finders: list[set[str | None]] = []
-    for index, entry in enumerate(tree.paths):
-        around = finders[entry.parent] & hidden if entry.parent >= 0 else set[str]()
+    for index, node in enumerate(tree.paths):
+        around = finders[node.parent] & hidden if node.parent >= 0 else set[str]()
         finders.append({nearest[index], *around})
     foreign: dict[str, list[Slot]] = defaultdict(list)
     for ref, owner in owners:
@@ -100,14 +100,12 @@ def _foreign(
     return foreign, hidden
 
 
-def replace_parameter(
-    places: Iterable[Slot], old: nn.Parameter, data: torch.Tensor
-) -> nn.Parameter:
-    """Puts a new parameter with `data` in all places of `old`, with its attributes and hooks."""
+def replace_parameter(slots: Iterable[Slot], old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """Puts a new parameter with `data` in all slots of `old`, with its attributes and hooks."""
     # Torch refuses to assign memory of a device to `.data` of a parameter on meta.
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     vars(new).update(vars(old))
     copy_hooks(old, new)
-    for module, attribute in places:
+    for module, attribute in slots:
         module._parameters[attribute] = new
     return new

@@ -38,7 +38,7 @@ _INSTEAD = (
     "and optimizer_state: {bits: 8} saves as much memory"
 )
 
-_NEEDS_WHOLE = {
+_NEEDS_FULL = {
     "Adafactor": "scales each step by norms over rows, columns and the whole parameter",
     "LBFGS": "joins all gradients into one vector and takes its products",
     "Rprop": "picks elements by sign, which not every torch can on shards",
@@ -49,15 +49,16 @@ _NEEDS_WHOLE = {
 
 @dataclass(slots=True, eq=False)
 class DetachedOptimizer:
-    """Holds an optimizer without parameters, and where each of them sat in the model.
+    """Holds an optimizer without parameters, and the slot of each of them in the model.
 
-    A place is (module, attribute): no names and no addresses, so it survives wrappers and ties.
-    Parameters of other modules are held themselves.
+    A slot has no names and no addresses, so it survives wrappers and ties.
     """
 
     optimizer: torch.optim.Optimizer
     groups: list[list[Slot | nn.Parameter]]
+    """for each group its slots; a parameter of another module stays itself"""
     states: list[tuple[Slot, torch.Size, dict[Any, Any]]]
+    """state of each parameter that has been stepped, and the parameter's full shape"""
 
 
 def check_optimizers(
@@ -90,8 +91,8 @@ def check_optimizers(
 def _check_foreign(
     optimizers: Sequence[torch.optim.Optimizer], tree: ModuleTree, names: Mapping[int, str]
 ) -> None:
-    """Refuses parameters that are not in the model, unless all of the model's are held too."""
-    held = [
+    """Refuses parameters that are not in the model, unless all of the model's are there too."""
+    members = [
         (param, group, number, index)
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
@@ -99,13 +100,13 @@ def _check_foreign(
     ]
     foreign = [
         (param, _describe_foreign(group, number, index))
-        for param, group, number, index in held
+        for param, group, number, index in members
         if id(param) not in names
     ]
     if not foreign:
         return
     texts = ", ".join(text for _, text in foreign[:10])
-    ids = {id(param) for param, *_ in held}
+    ids = {id(param) for param, *_ in members}
     trained = {names[id(ref.param)] for ref in tree.params if ref.param.requires_grad}
     missing = sorted(trained - {names[key] for key in ids & names.keys()})
     if missing:
@@ -124,12 +125,12 @@ def _check_foreign(
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses optimizers that read past DTensors, or whose state is another on other ranks.
+    """Refuses optimizers that read past DTensors, or whose state depends on the number of ranks.
 
-    Packages are not imported: the classes an optimizer derives from name theirs.
+    Packages are not imported: the classes an optimizer derives from name their modules.
     """
     name = type(optimizer).__name__
-    # Also of a user's subclass: a class it derives from makes the step.
+    # A user's subclass too: a class it derives from makes the step.
     for cls in type(optimizer).__mro__:
         package = cls.__module__.partition(".")[0]
         if package == "torch" and cls.__name__ == "Muon":
@@ -140,9 +141,9 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
                 "which brings each matrix to one rank and steps all other parameters by AdamW; "
                 "adjust_lr_fn='original' is torch's default."
             )
-        if package == "torch" and cls.__name__ in _NEEDS_WHOLE:
+        if package == "torch" and cls.__name__ in _NEEDS_FULL:
             raise PlanError(
-                f"The optimizer {name} {_NEEDS_WHOLE[cls.__name__]}. On each rank it would get a "
+                f"The optimizer {name} {_NEEDS_FULL[cls.__name__]}. On each rank it would get a "
                 "part of every parameter, and stop or compute something else than on whole ones. "
                 "Use one that steps element by element: AdamW, Adam, SGD, Adagrad, RMSprop, or "
                 "Composer's DecoupledAdamW and DecoupledSGDW."
@@ -181,15 +182,15 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _describe_foreign(group: Mapping[str, Any], number: int, index: int) -> str:
-    given = group.get("param_names")
-    name = f"'{given[index]}'" if given else f"group {number} parameter {index}"
+    param_names = group.get("param_names")
+    name = f"'{param_names[index]}'" if param_names else f"group {number} parameter {index}"
     return f"{name} {tuple(group['params'][index].shape)}"
 
 
 def _check_aliases(
     optimizer: torch.optim.Optimizer, tree: ModuleTree, names: Mapping[int, str]
 ) -> None:
-    """Refuses two groups or two states for one weight, for which two parameters may stand."""
+    """Refuses two groups or two states for one weight, which two parameters may share."""
     representative = canonical_param_ids(tree.params)
     holders: dict[int, str] = {}
     for param in optimizer.state:
@@ -243,25 +244,25 @@ def detach_optimizer(optimizer: torch.optim.Optimizer, tree: ModuleTree) -> Deta
     Collective: no. `check_optimizers` comes first.
     """
     # Under the first name of a tied parameter.
-    places: dict[int, Any] = {id(r.param): slot_of(tree, r) for r in reversed(tree.params)}
-    groups = [[places.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
+    slots: dict[int, Any] = {id(r.param): slot_of(tree, r) for r in reversed(tree.params)}
+    groups = [[slots.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = []
     # State is keyed by the Parameter object, which would keep the full parameter alive.
-    moved = [param for param in optimizer.state if id(param) in places]
-    states = [(places[id(param)], param.shape, dict(optimizer.state.pop(param))) for param in moved]
+    moved = [param for param in optimizer.state if id(param) in slots]
+    states = [(slots[id(param)], param.shape, dict(optimizer.state.pop(param))) for param in moved]
     return DetachedOptimizer(optimizer, groups, states)
 
 
 def reattach_optimizer(detached: DetachedOptimizer) -> None:
-    """Gives the optimizer the sharded parameters, with the state it had.
+    """Gives the optimizer the sharded parameters, with their state from before.
 
     Collective: yes, when it had state: rank 0's is kept, as its weights are. Groups, their order,
     extra keys and `initial_lr` stay.
     """
     optimizer = detached.optimizer
-    places = [place for group in detached.groups for place in group]
-    foreign = [tuple(place.shape) for place in places if isinstance(place, nn.Parameter)]
+    slots = [slot for group in detached.groups for slot in group]
+    foreign = [tuple(slot.shape) for slot in slots if isinstance(slot, nn.Parameter)]
     if foreign and dist.get_world_size() > 1 and dist.get_rank() == 0:
         warnings.warn(
             f"The optimizer also holds parameters that are not in the model, of the shapes "
@@ -269,11 +270,11 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
             "before each step (torch.distributed.all_reduce), or make them a part of the model.",
             stacklevel=4,
         )
-    for group, places in zip(optimizer.param_groups, detached.groups, strict=True):
-        kept: dict[int, nn.Parameter] = {}
-        for place in places:
-            param = getattr(*place) if isinstance(place, tuple) else place
-            if id(param) in kept:
+    for group, slots in zip(optimizer.param_groups, detached.groups, strict=True):
+        params: dict[int, nn.Parameter] = {}
+        for slot in slots:
+            param = getattr(*slot) if isinstance(slot, tuple) else slot
+            if id(param) in params:
                 warnings.warn(
                     f"Two parameters of shape {tuple(param.shape)} shared memory and are one "
                     "parameter now, stepped once with the sum of both gradients. Before, an "
@@ -281,15 +282,15 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
                     "so in the model.",
                     stacklevel=2,
                 )
-            kept[id(param)] = param
-        group["params"] = list(kept.values())
+            params[id(param)] = param
+        group["params"] = list(params.values())
     for (module, attribute), shape, state in detached.states:
         param = getattr(module, attribute)
         if param in optimizer.state:
             continue
-        found = {key: _shard_state(value, shape, param) for key, value in state.items()}
+        sharded_state = {key: _shard_state(value, shape, param) for key, value in state.items()}
         if not form_of(param).is_remote:
-            optimizer.state[param] = found
+            optimizer.state[param] = sharded_state
 
 
 def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any:

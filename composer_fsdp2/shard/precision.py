@@ -36,15 +36,15 @@ def resolve_precision(
     inner: bool = False,
     is_linear: bool = False,
 ) -> MixedPrecisionPolicy:
-    """Resolves a preset or a spec.
+    """Returns torch's policy for a preset or a spec.
 
     Args:
-        mixed_precision: as `FSDP2Config.mixed_precision`.
+        mixed_precision: a preset (`FULL`, `DEFAULT`, `PURE`), or dtypes.
         compute: dtype of the training precision; `None` keeps the parameters' own.
-        inner: of a unit whose output stays in the model, and has the dtype it is computed in. Its
-            inputs keep theirs unless the spec asks for the cast: FSDP1 cast what comes into the
-            model alone, and MPT's blocks, for example, take slopes of ALiBi that have to be fp32.
-        is_linear: of a linear layer that is a unit, as adapters are: it multiplies its input by a
+        inner: whether the unit's output stays in the model, and has the dtype it is computed in.
+            Inputs keep theirs unless the spec asks for the cast: FSDP1 cast the inputs of the model
+            alone, and MPT's blocks, for example, take slopes of ALiBi that have to be fp32.
+        is_linear: whether the unit is a linear layer, as adapters are: it multiplies its input by a
             weight of the unit's dtype, or fails.
     """
     asks_for_cast = False

@@ -1,9 +1,9 @@
 """Gathers a parameter as one process has it, or all of them for the length of a block.
 
-[Note: summoning] The whole parameters FSDP2 computes with are in the compute dtype, and are gone
-when their unit reshards. So the shards are gathered as they are, and the whole tensors stand in the
-modules in their places. A forward inside the block belongs to FSDP2: while it runs, the shards are
-back in place, with the values of the whole tensors, and are gathered as always.
+[Note: summoning] The unsharded parameters FSDP2 computes with are in the compute dtype, and are
+gone when their unit reshards. So the shards are gathered as they are, and the full tensors take
+their slots in the modules. A forward inside the block belongs to FSDP2: while it runs, the shards
+are back in their slots, with the values of the full tensors, and are gathered as always.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
 
     Args:
         model: prepared with `prepare_fully_shard`, or not.
-        name: of the parameter, as `named_parameters()` of the model before preparing.
-        gradient: of it, in place of its value; `None` where it has none.
+        name: FQN of the parameter in the model before preparing.
+        gradient: returns the parameter's gradient instead; `None` where it has none.
 
     Returns:
         A tensor of the shape that the parameter had before it was sharded. It may share memory
@@ -78,21 +78,21 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
                 owner.reshard()
         param = model.get_parameter(name)
     except AttributeError as error:
-        known = [other for other, _ in model.named_parameters(remove_duplicate=False)]
+        names = [other for other, _ in model.named_parameters(remove_duplicate=False)]
         raise PlanError(
             f"'{name}' is no parameter of the model. Ranks would wait for each other without a "
-            f"tensor to gather.{nearest(name, known)} Write a name of model.named_parameters()."
+            f"tensor to gather.{nearest(name, names)} Write a name of model.named_parameters()."
         ) from error
     return form_of(param).full(param.grad if gradient else param.detach())
 
 
 def holds_shards(module: nn.Module) -> bool:
-    """Whether FSDP2 or another DTensor holds parameters of the module. Collective: no."""
+    """Says whether FSDP2 or another DTensor holds parameters of the module. Collective: no."""
     return is_sharded(module) or any(isinstance(param, DTensor) for param in module.parameters())
 
 
 def is_shown(param: object) -> bool:
-    """Whether a block around this call shows the parameter, or has put it in a shard's place."""
+    """Says whether a block around this call shows the parameter, or the full tensor of a shard."""
     return _block_of(param) is not None
 
 
@@ -101,7 +101,7 @@ def _block_of(param: object) -> _Summoned | None:
 
 
 def is_summoned(module: nn.Module) -> bool:
-    """Whether every sharded parameter is summoned, by a block around this call. Collective: no."""
+    """Says whether blocks around this call show all sharded parameters. Collective: no."""
     params = [param for param in module.parameters() if _sharded_or_summoned(param)]
     return bool(params) and all(map(is_shown, params))
 
@@ -115,37 +115,37 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Generator[None, None, None]:
-    """Puts full parameters in place of the shards while the block runs, as FSDP1's method does.
+    """Replaces shards by full parameters for the duration of a block, as FSDP1's method does.
 
     Collective: yes, all ranks enter and leave together. Any time but inside a forward or backward;
     a module without FSDP2 is left as it is. The values are those the optimizer steps, in their own
     dtype, and stand under every name of a tied parameter. Parameters FSDP2 was told to ignore are
-    whole anyway.
+    full anyway.
 
-    With tensor parallelism they are those of one process, in the order of the model. The model and
-    its units can be called then as well, but not a divided layer by itself.
+    With tensor parallelism full parameters are those of one process, in the order of the model. The
+    model and its units can be called then as well, but not a divided layer by itself.
 
-    Writes, the same on every rank, are kept when the block ends; when it ends with an exception,
-    none is. Forward works inside, without backward: it computes with what was written (under
-    `rank0_only` with what the shards hold), and every rank has to call it. A block inside another
+    Writes, the same on every rank, are kept when the block ends. They are lost when it ends with an
+    exception. Forward works inside, without backward: it computes with the written values (under
+    `rank0_only` with those of the shards), and every rank has to call it. A block inside another
     shows the same tensors; without `writeback` its own writes are undone.
 
     Args:
         module: the model, a unit, or a module around units.
-        recurse: also those of units inside the module's own.
+        recurse: shows parameters of units inside the module's own as well.
         writeback: false discards what was written.
         rank0_only: the other ranks keep their shards, and hold one full parameter at a time.
-        offload_to_cpu: full parameters on the CPU.
-        with_grads: full gradients too, in `param.grad`; they are written back as well.
+        offload_to_cpu: puts full parameters on the CPU.
+        with_grads: shows full gradients too, in `param.grad`; they are written back as well.
 
     Raises:
         ConfigError: for `rank0_only` with `writeback`, `offload_to_cpu` with `with_grads`, and a
             block that asks for more than the one around it shows.
-        PlanError: inside a forward or backward; for a module inside a unit; and at the end, when
-            what stood in a module was replaced, or the shards stepped, inside the block.
+        PlanError: inside a forward or backward; for a module inside a unit; and at the end, when a
+            full parameter was replaced in its module, or the shards stepped, inside the block.
 
     Yields:
-        Nothing: the parameters of the module are whole, in the shapes of the unsharded model.
+        Nothing: the parameters of the module are full, in the shapes of the unsharded model.
 
     Source: signature and meaning are those of `FullyShardedDataParallel.summon_full_params`,
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/fully_sharded_data_parallel.py
@@ -186,13 +186,13 @@ def summon_full_params(
             "on their way between shards and whole. Summon full parameters between steps."
         )
     for unit in units:
-        # A unit that does not reshard after forward still has whole parameters in its modules.
+        # A unit that does not reshard after forward still has unsharded parameters in its modules.
         unit.reshard()
     _check_owners(module, units)
     if not recurse:
         units = [module] if isinstance(module, FSDPModule) else []
     summoned = _Summoned(units, rank0_only, with_grads)
-    summoned.gather(_find(module, recurse), offload_to_cpu)
+    summoned.gather(_sharded_parameters(module, recurse), offload_to_cpu)
     keep = False
     try:
         summoned.enter()
@@ -225,7 +225,7 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
 
 
 def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the module and those inside it that no nested unit holds."""
+    """Yields the module and modules inside it that are in no nested unit."""
     waiting, seen = [("", module)], {id(module)}
     while waiting:
         prefix, inner = waiting.pop()
@@ -236,17 +236,18 @@ def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 waiting.append((f"{prefix}.{name}".lstrip("."), child))
 
 
-def _find(module: nn.Module, recurse: bool) -> list[_Whole]:
-    """Finds the sharded parameters to summon, each with all its places."""
+def _sharded_parameters(module: nn.Module, recurse: bool) -> list[_FullParameter]:
+    """Returns the sharded parameters to summon, each with all its slots."""
     region = module.named_modules() if recurse else _region(module)
-    wanted = {id(inner) for _, inner in region}
-    found: dict[int, _Whole] = {}
+    module_ids = {id(inner) for _, inner in region}
+    parameters: dict[int, _FullParameter] = {}
     for prefix, inner in module.named_modules():
         for name, param in inner._parameters.items():
             if param is not None and _sharded_or_summoned(param):
-                whole = found.setdefault(id(param), _Whole(f"{prefix}.{name}".lstrip("."), param))
-                whole.places.append((inner, name))
-    return [w for w in found.values() if any(id(holder) in wanted for holder, _ in w.places)]
+                fqn = f"{prefix}.{name}".lstrip(".")
+                parameter = parameters.setdefault(id(param), _FullParameter(fqn, param))
+                parameter.slots.append((inner, name))
+    return [p for p in parameters.values() if any(id(owner) in module_ids for owner, _ in p.slots)]
 
 
 def _sharded_or_summoned(param: nn.Parameter) -> bool:
@@ -254,56 +255,58 @@ def _sharded_or_summoned(param: nn.Parameter) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Whole:
-    """Holds a sharded parameter, and its whole tensor on the ranks that see it."""
+class _FullParameter:
+    """Holds a sharded parameter, and its full tensor on the ranks that see it."""
 
     name: str
     shard: nn.Parameter
-    places: list[Slot] = field(default_factory=list[Slot])
+    slots: list[Slot] = field(default_factory=list[Slot])
     full: nn.Parameter | None = None
     version: int = 0
-    """of the shard: the optimizer may step it, and nobody would see"""
-    own: torch.Tensor | None = None
-    """values of the shard before a forward inside the block needed the written ones"""
+    """of the shard, by which a step of the optimizer inside the block is seen"""
+    before_forward: torch.Tensor | None = None
+    """values of the shard, once a forward inside the block has needed the written ones"""
 
     def show(self) -> None:
-        for module, name in self.places:
-            # After a forward that failed, FSDP2 may have left something else there.
+        for module, name in self.slots:
+            # After a forward that failed, FSDP2 may have left another parameter there.
             if self.full is not None and module._parameters[name] is self.shard:
                 module._parameters[name] = self.full
 
     def hide(self, *, everything: bool = False) -> None:
-        for module, name in self.places:
+        for module, name in self.slots:
             if everything or module._parameters[name] is self.full:
                 module._parameters[name] = self.shard
 
     def is_ours(self) -> bool:
-        """Whether nothing but the whole tensor was written to."""
+        """Says whether nothing but the full tensor was written to."""
         full = self.full
         return (
             full is not None
             and full.shape == form_of(self.shard).model_shape(self.shard.shape)
-            and all(module._parameters[name] is full for module, name in self.places)
+            and all(module._parameters[name] is full for module, name in self.slots)
             and self.shard._version == self.version
         )
 
     @torch.no_grad()
     def lend(self) -> None:
-        """Gives the shard the values of the whole tensor while a forward runs."""
+        """Gives the shard the values of the full tensor while a forward runs."""
         # In place: FSDP2 gathers padded memory of its own, of which the local tensor is a view.
         local, part = local_part(self.shard), local_part(self._sharded(self.full))
         if not torch.equal(local, part):
-            self.own = local.clone() if self.own is None else self.own
+            self.before_forward = (
+                local.clone() if self.before_forward is None else self.before_forward
+            )
             local.copy_(part)
 
     @torch.no_grad()
     def restore(self) -> None:
-        if self.own is not None:
-            local_part(self.shard).copy_(self.own)
+        if self.before_forward is not None:
+            local_part(self.shard).copy_(self.before_forward)
 
     @torch.no_grad()
     def write(self, with_grads: bool) -> None:
-        """Copies this rank's part of the whole tensor to the shard. Collective: no."""
+        """Copies this rank's part of the full tensor to the shard. Collective: no."""
         assert self.full is not None
         local_part(self.shard).copy_(local_part(self._sharded(self.full)))
         if with_grads and not form_of(self.shard).is_remote:
@@ -322,35 +325,35 @@ class _Summoned:
     units: list[FSDPModule]
     rank0_only: bool
     with_grads: bool
-    wholes: list[_Whole] = field(default_factory=list[_Whole])
+    parameters: list[_FullParameter] = field(default_factory=list[_FullParameter])
     borrowed: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = field(
         default_factory=list[Any]
     )
     """tensors that a block around this one shows, with values and gradients from its start"""
     ids: set[int] = field(default_factory=set[int])
-    """of the shards and of the tensors in their places"""
+    """of the shards and of the full tensors in their slots"""
     forwards: int = 0
-    """how many are running, each inside another"""
+    """forwards that are running, each inside another"""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @torch.no_grad()
-    def gather(self, found: list[_Whole], offload_to_cpu: bool) -> None:
-        """Collective: yes."""
-        for whole in found:
-            if (outer := _block_of(whole.shard)) is not None:
-                self._check_shown_by(outer, whole.name)
+    def gather(self, parameters: list[_FullParameter], offload_to_cpu: bool) -> None:
+        """Gathers the parameters that no block around this one shows. Collective: yes."""
+        for parameter in parameters:
+            if (outer := _block_of(parameter.shard)) is not None:
+                self._check_shown_by(outer, parameter.name)
         shows = not self.rank0_only or dist.get_rank() == 0
-        for whole in found:
-            param = whole.shard
+        for parameter in parameters:
+            param = parameter.shard
             if _block_of(param) is None:
-                values = _whole(param, param, offload_to_cpu)
+                values = _gathered(param, param, offload_to_cpu)
                 assert values is not None
                 full = nn.Parameter(values, requires_grad=param.requires_grad)
                 vars(full).update(as_in_model(vars(param)))
                 if self.with_grads:
-                    full.grad = _whole(param.grad, param, offload_to_cpu)
-                whole.full, whole.version = full if shows else None, param._version
-                self.wholes.append(whole)
+                    full.grad = _gathered(param.grad, param, offload_to_cpu)
+                parameter.full, parameter.version = full if shows else None, param._version
+                self.parameters.append(parameter)
             elif not isinstance(param, DTensor):
                 grad = param.grad.clone() if self.with_grads and param.grad is not None else None
                 self.borrowed.append((param, param.detach().clone(), grad))
@@ -374,19 +377,19 @@ class _Summoned:
     def enter(self) -> None:
         _BLOCKS.append(self)
         self.undo.callback(_BLOCKS.remove, self)
-        for whole in self.wholes:
-            # The whole tensors of a block live as long as it does, and so do their addresses.
-            self.ids |= {id(whole.shard), id(whole.full)} - {id(None)}
-            whole.show()
-        for unit in self.units if self.wholes else []:
+        for parameter in self.parameters:
+            # The full tensors of a block live as long as it does, and so do their addresses.
+            self.ids |= {id(parameter.shard), id(parameter.full)} - {id(None)}
+            parameter.show()
+        for unit in self.units if self.parameters else []:
             self._make_way(unit)
-        for holder in dict.fromkeys(m for whole in self.wholes for m, _ in whole.places):
-            # After `load_state_dict` FSDP2 takes what stands in the module for a shard, and would
-            # fail over a whole tensor.
-            self.undo.enter_context(without_fsdp_hooks_after_load(holder))
+        for owner in dict.fromkeys(m for parameter in self.parameters for m, _ in parameter.slots):
+            # After `load_state_dict` FSDP2 takes the parameters of a module for shards, and would
+            # fail over a full tensor.
+            self.undo.enter_context(without_fsdp_hooks_after_load(owner))
 
     def _make_way(self, unit: FSDPModule) -> None:
-        """Has the shards in place for a forward, and for methods registered like a forward."""
+        """Puts shards into their slots for a forward, and for methods registered like a forward."""
         assert isinstance(unit, nn.Module)
         # Prepended later than FSDP2's own, so it runs before that one gathers. Torch calls no hooks
         # after a forward that raised, except those with `always_call`.
@@ -419,10 +422,10 @@ class _Summoned:
 
     def _before_forward(self, *_: Any) -> None:
         if self.forwards == 0:
-            for whole in self.wholes:
+            for parameter in self.parameters:
                 if not self.rank0_only:
-                    whole.lend()
-                whole.hide()
+                    parameter.lend()
+                parameter.hide()
         self.forwards += 1
 
     def _after_forward(self, *_: Any) -> None:
@@ -430,11 +433,13 @@ class _Summoned:
         if self.forwards == 0:
             for unit in self.units:
                 unit.reshard()
-            for whole in self.wholes:
-                whole.show()
+            for parameter in self.parameters:
+                parameter.show()
 
     def leave(self, keep: bool) -> None:
-        changed = [whole.name for whole in self.wholes if keep and not whole.is_ours()]
+        changed = [
+            parameter.name for parameter in self.parameters if keep and not parameter.is_ours()
+        ]
         keep = keep and not changed
         # A forward that failed leaves units gathered, and FSDP2 believing so: only the hook after
         # forward frees them. https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L237
@@ -442,12 +447,12 @@ class _Summoned:
         with self.undo:
             for unit in self.units:
                 unit.reshard()
-            for whole in self.wholes:
-                whole.hide(everything=idle)
+            for parameter in self.parameters:
+                parameter.hide(everything=idle)
                 if keep:
-                    whole.write(self.with_grads)
+                    parameter.write(self.with_grads)
                 else:
-                    whole.restore()
+                    parameter.restore()
             for full, values, grad in [] if keep else self.borrowed:
                 full.data = values
                 full.grad = grad if self.with_grads else full.grad
@@ -465,18 +470,18 @@ _BLOCKS: list[_Summoned] = []
 """blocks that are running, inner ones last"""
 
 
-def _whole(tensor: torch.Tensor | None, shard: Any, on_cpu: bool) -> torch.Tensor | None:
-    """Gathers a shard or its gradient into memory of its own, as the model has it.
+def _gathered(tensor: torch.Tensor | None, shard: Any, on_cpu: bool) -> torch.Tensor | None:
+    """Returns the full tensor of a shard or its gradient, in memory of its own.
 
     Collective: yes.
     """
-    found = form_of(shard).full(None if tensor is None else tensor.detach())
-    if found is None:
+    full = form_of(shard).full(None if tensor is None else tensor.detach())
+    if full is None:
         return None
-    own = local_part(shard if tensor is None else tensor).untyped_storage()
-    if found.untyped_storage().data_ptr() == own.data_ptr():
-        found = found.clone()  # with one shard there is nothing to gather
-    return found.to("cpu" if on_cpu else shard.device_mesh.device_type)
+    storage = local_part(shard if tensor is None else tensor).untyped_storage()
+    if full.untyped_storage().data_ptr() == storage.data_ptr():
+        full = full.clone()  # with one shard there is nothing to gather
+    return full.to("cpu" if on_cpu else shard.device_mesh.device_type)
 
 
 def _refuse(*_args: Any, **_kwargs: Any) -> Any:

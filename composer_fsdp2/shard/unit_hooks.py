@@ -39,7 +39,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from composer_fsdp2.plan.module_tree import own_parameters
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.shard.device_mesh import note_copies
+from composer_fsdp2.shard.device_mesh import note_replicas
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     is_namedtuple,
@@ -84,11 +84,11 @@ class InputCast:
 
     dtype: torch.dtype | None = None
     device: str | torch.device | None = None
-    """that inputs are moved to where shards are in CPU memory: a model that asks for the device of
+    """device of inputs where shards are in CPU memory: a model that asks for the device of
     its weights (`hidden.to(head.weight.device)`) has moved them there"""
 
     def __call__(self, value: Any) -> Any:
-        """Returns another tensor, or what is no tensor as it is."""
+        """Returns another tensor; any other value as it is."""
         if isinstance(value, PackedSequence):
             return value if self.device is None else value.to(self.device)
         if not isinstance(value, torch.Tensor):
@@ -98,28 +98,28 @@ class InputCast:
 
 
 class UnitHooks:
-    """Has the hooks of one unit, and knows the calls of it that run. Collective: no.
+    """Holds the hooks of one unit, and its calls that run. Collective: no.
 
     Args:
         module: the unit, not sharded yet.
-        cast: of its inputs.
+        cast: casts and moves the unit's inputs.
     """
 
     def __init__(self, module: Any, cast: InputCast) -> None:
         self._module, self._cast, self._frozen = module, cast, False
         self._calls: list[_Call | None] = []
-        self._telling: list[Any] = []
-        """handles of hooks of modules that tell of backward"""
-        self._told = self._told_first = False
-        """whether any module has, and before torch had heard of it"""
+        self._backward_hooks: list[Any] = []
+        """handles of hooks of modules that announce backward"""
+        self._announced = self._announced_first = False
+        """whether any module has announced backward, and before torch had heard of it"""
         self._hooked: set[nn.Parameter] = set()
-        self._frees: list[tuple[Any, Any]] = []
+        self._reshards: list[tuple[Any, Any]] = []
         # Hooks after a forward run in the order of registration, and FSDP2's own puts its gradient
         # hooks on the tensors that this one returns. Called after an error too.
         module.register_forward_hook(self._after_forward, always_call=True)
 
     def attach(self, members: Iterable[nn.Module], full: str | None, frozen: bool) -> None:
-        """Hooks the unit, now that it is sharded.
+        """Registers the hooks of the unit after it is sharded.
 
         Args:
             members: modules whose nearest unit it is.
@@ -141,8 +141,12 @@ class UnitHooks:
         module.register_forward_hook(self._after_torch)
         for member in members:
             if any(True for _ in own_parameters(member)):
-                self._telling.append(member.register_forward_pre_hook(self._tell_of_recall))
-                self._telling.append(member.register_forward_hook(self._have_told, prepend=True))
+                self._backward_hooks.append(
+                    member.register_forward_pre_hook(self._note_recomputation)
+                )
+                self._backward_hooks.append(
+                    member.register_forward_hook(self._hook_outputs, prepend=True)
+                )
 
     def hook_method(self, name: str) -> None:
         """Has another method of the unit gather, and treat its inputs, as `forward` does."""
@@ -182,11 +186,13 @@ class UnitHooks:
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         # Nearly every unit gets tensors alone.
-        given = [value for value in (*args, *kwargs.values()) if type(value) not in _NO_CONTAINERS]
-        self._calls.append(_Call(given) if given else None)
-        if self._told and not self._told_first and torch.is_grad_enabled():
-            while self._telling:
-                self._telling.pop().remove()
+        containers = [
+            value for value in (*args, *kwargs.values()) if type(value) not in _NO_CONTAINERS
+        ]
+        self._calls.append(_Call(containers) if containers else None)
+        if self._announced and not self._announced_first and torch.is_grad_enabled():
+            while self._backward_hooks:
+                self._backward_hooks.pop().remove()
 
     def _move(self, device: torch.device, args: Any, kwargs: Any) -> Inputs:
         return self._exchange(InputCast(device=device), args, kwargs)
@@ -229,7 +235,7 @@ class UnitHooks:
     # --- After a forward. ---
 
     def _after_forward(self, module: Any, _args: object, output: object) -> object:
-        given = self._end(output)
+        container_ids = self._end(output)
         self._gather_once_backward_needs_it(output)
         if not isinstance(output, torch.Tensor):
             # Older torch does not look for tensors in dataclasses.
@@ -238,15 +244,15 @@ class UnitHooks:
                 hear_backward(module, _tensors_in(leaves))
             if isinstance(output, Iterator) or callable(output):
                 # It may compute with the parameters later.
-                self._frees = [
+                self._reshards = [
                     (group, frees_after_forward(group)) for group in param_groups(module)
                 ]
-                for group, _ in self._frees:
+                for group, _ in self._reshards:
                     free_after_forward(group, False)
         elif isinstance(module, nn.Linear) and is_view(output):
             # Some models scale their logits in place. Nothing else holds what is behind the view.
             return unsafe_view(output)
-        return _guarded_output(output, given)
+        return _guarded_output(output, container_ids)
 
     def _end(self, output: object) -> Iterable[int]:
         """Gives the caller's containers back; returns their addresses."""
@@ -263,7 +269,7 @@ class UnitHooks:
         return call.containers
 
     def _gather_once_backward_needs_it(self, results: object) -> None:
-        """Turns the gather of a frozen unit in backward on, for good: it may run again before."""
+        """Has a frozen unit gather in backward, from now on: it may run again before."""
         needs = self._frozen and torch.is_grad_enabled()
         if needs and any(map(_may_need_gradient, tree_leaves(results))):
             self._module.set_unshard_in_backward(True)
@@ -271,9 +277,9 @@ class UnitHooks:
     def _after_torch(self, module: Any, *_: object) -> None:
         if torch.compiler.is_compiling():
             return
-        for group, how in self._frees:
+        for group, how in self._reshards:
             free_after_forward(group, how)
-        self._frees = []
+        self._reshards = []
         for group in param_groups(module) if torch.is_grad_enabled() else ():
             for param in map(gathered_param, params_of(group)) if is_gathered(group) else ():
                 if param.requires_grad and param not in self._hooked:
@@ -282,16 +288,16 @@ class UnitHooks:
 
     # --- In backward; see [Note: unseen results]. ---
 
-    def _tell_of_recall(self, *_: object) -> None:
+    def _note_recomputation(self, *_: object) -> None:
         if torch.compiler.is_compiling() or backward_number() < 0:
             return
         if not all(map(is_gathered, param_groups(self._module))):
             # A part of the unit is computed again, for which gradients are on. Elsewhere they are
             # in backward(create_graph=True) alone.
             with torch.no_grad():
-                self._tell()
+                self._note_backward()
 
-    def _have_told(self, _module: nn.Module, _args: object, output: object) -> None:
+    def _hook_outputs(self, _module: nn.Module, _args: object, output: object) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or backward_number() >= 0:
             return
         with TORCH_FUNCTION_OFF():  # of logits that are not there
@@ -299,18 +305,18 @@ class UnitHooks:
         for node in nodes:
             if node is not None:
                 # Called after the hooks of the tensor, which may be what the unit returns.
-                node.register_prehook(self._tell)
+                node.register_prehook(self._note_backward)
 
-    def _tell(self, *_: object) -> None:
-        self._told = True
+    def _note_backward(self, *_: object) -> None:
+        self._announced = True
         if announce_backward(self._module):
-            self._told_first = True
+            self._announced_first = True
 
     def _announce(self, _gradient: object) -> None:
         announce_backward(self._module)
 
 
-def _guarded_output(output: Any, given: Iterable[int]) -> Any:
+def _guarded_output(output: Any, container_ids: Iterable[int]) -> Any:
     """Has torch refuse a change in place of a view that the unit returns.
 
     Such a change drops the hook by which FSDP2 learns that backward has come:
@@ -321,10 +327,10 @@ def _guarded_output(output: Any, given: Iterable[int]) -> Any:
         view = torch.is_grad_enabled() and output.requires_grad and is_view(output)
         return _Returned.apply(output) if view else output
     if type(output) is tuple:
-        return tuple(_guarded_output(item, given) for item in output)
-    if type(output) in (list, dict) and id(output) not in given:
+        return tuple(_guarded_output(item, container_ids) for item in output)
+    if type(output) in (list, dict) and id(output) not in container_ids:
         for key, item in _items(output):
-            if (other := _guarded_output(item, given)) is not item:
+            if (other := _guarded_output(item, container_ids)) is not item:
                 output[key] = other
     return output
 
@@ -343,7 +349,7 @@ class _Returned(torch.autograd.Function):
 
 
 def _may_need_gradient(leaf: object) -> bool:
-    """Whether a gradient can come back through it; an unknown object may hold such a tensor."""
+    """Says whether gradients can come back through a result; unknown objects may hold tensors."""
     if isinstance(leaf, torch.Tensor):
         return leaf.requires_grad
     return not isinstance(leaf, type(None) | bool | int | float | complex | str | bytes)
@@ -355,23 +361,23 @@ _NO_CONTAINERS = frozenset((torch.Tensor, nn.Parameter, type(None), bool, int, f
 
 
 class _Call:
-    """Knows what containers a call of a unit was given, and the tensors in them."""
+    """Knows the containers that a call of a unit was given, and the tensors in them."""
 
-    def __init__(self, given: list[Any]) -> None:
-        self._given = given
+    def __init__(self, values: list[Any]) -> None:
+        self._inputs = values
         self.exchanges: list[_ContainerExchange] = []
         walk = _ContainerExchange(_same)
         if torch.is_grad_enabled():
-            walk(given)
+            walk(values)
         self._before, self.containers = walk.tensors, walk.containers
 
     def give_back(self) -> None:
-        """Puts back what the unit has left in the containers, wherever it is there."""
+        """Puts the caller's tensors back where the unit has left their replacements."""
         for exchange in reversed(self.exchanges):
             exchange.put({id(now): before for before, now in exchange.pairs})
 
     def again_in_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Exchanges once more while backward runs, for what is computed again there."""
+        """Exchanges tensors once more while backward runs, for recomputation."""
 
         def again(_gradient: object) -> None:
             for exchange in self.exchanges:
@@ -383,14 +389,14 @@ class _Call:
                 output.register_hook(again)
 
     def new_tensors(self) -> list[torch.Tensor]:
-        """Returns what the unit has put there."""
-        return [tensor for tensor in _tensors_in(self._given) if id(tensor) not in self._before]
+        """Returns the tensors that the unit has put into the containers."""
+        return [tensor for tensor in _tensors_in(self._inputs) if id(tensor) not in self._before]
 
 
 class _ContainerExchange:
     """Puts other tensors into containers, which stay the same objects, until they are given back.
 
-    Immutable ones are made anew. Knows tuples, lists, dicts, deques and dataclasses.
+    Tuples are made anew. Knows tuples, lists, dicts, deques and dataclasses.
 
     Args:
         other: returns another tensor for a tensor, or the same one.
@@ -401,16 +407,16 @@ class _ContainerExchange:
         self.tensors: dict[int, torch.Tensor] = {}
         self.containers: dict[int, Any] = {}
         self.pairs: list[tuple[Any, Any]] = []
-        """of what was in a container, and what is there now"""
+        """the item that was in a container, and the item that is there now"""
 
     def __call__(self, value: Any) -> Any:
-        """Returns the value, or what is there for it."""
+        """Returns the value, or its replacement."""
         if isinstance(value, torch.Tensor):
             self.tensors[id(value)] = value
             return self.other(value)
         if type(value) is tuple or is_namedtuple(value):
             items = list(map(self, value))
-            if all(one is other for one, other in zip(items, value, strict=True)):
+            if all(new is old for new, old in zip(items, value, strict=True)):
                 return value
             return tuple(items) if type(value) is tuple else type(value)(*items)
         if isinstance(value, list | dict | deque):
@@ -427,7 +433,11 @@ class _ContainerExchange:
         return self.other(value)
 
     def put(self, others: dict[int, Any]) -> None:
-        """Puts others, by address, in the places of what is in the containers."""
+        """Replaces items of the containers by others.
+
+        Args:
+            others: id of an item -> the item that replaces it.
+        """
         for container in self.containers.values():
             for key, item in _items(container):
                 if id(item) in others:
@@ -477,7 +487,7 @@ def _need_gradient(
         return None
     anchor = torch.zeros((), requires_grad=True)
     inputs[floating[0]] = _Anchored.apply(inputs[floating[0]], anchor)
-    return tuple(inputs[place] for place in range(len(args))), {key: inputs[key] for key in kwargs}
+    return tuple(inputs[index] for index in range(len(args))), {key: inputs[key] for key in kwargs}
 
 
 def _is_floating(leaf: object) -> bool:
@@ -540,8 +550,8 @@ def leave_division_to_torch(hook: object) -> None:
     """Has a unit's hook divide no more, because FSDP2 sums and divides itself. Collective: no.
 
     Args:
-        hook: what `set_all_reduce_hook` was given, perhaps nothing. Averages over copies of the
-            model go on: FSDP2 knows the shards of one copy alone there.
+        hook: the argument of `set_all_reduce_hook`, or `None`. Averages over replicas go on: FSDP2
+            knows the shards of one replica alone there.
     """
     before = hook.before if isinstance(hook, AverageOverReplicas) else hook
     if isinstance(before, AveragingFactor):
@@ -549,11 +559,11 @@ def leave_division_to_torch(hook: object) -> None:
 
 
 class AverageOverReplicas:
-    """Averages the reduced gradients of one unit over the copies of the model, in place.
+    """Averages the reduced gradients of one unit over the replicas of the model, in place.
 
     Args:
-        group: one rank of every copy.
-        before: done first, to what the shards' reduction gave.
+        group: one rank of every replica.
+        before: is called first, with the result of the reduce-scatter over the shards.
     """
 
     def __init__(
@@ -566,7 +576,7 @@ class AverageOverReplicas:
         self.waiting: torch.Tensor | None = None
 
     def __call__(self, reduced: torch.Tensor) -> None:
-        """Collective: yes, when it is due."""
+        """Averages, or keeps gradients until the average is due. Collective: yes, when due."""
         _use_in_this_stream(reduced)
         if self.before is not None:
             self.before(reduced)
@@ -592,7 +602,7 @@ class AverageOverReplicas:
 
 
 MakeHook = Callable[[], Callable[[torch.Tensor], None] | None]
-"""makes what a unit gives to `set_all_reduce_hook`; `None` where the backend needs no help"""
+"""makes a unit's argument for `set_all_reduce_hook`; `None` where the backend needs no help"""
 
 
 def probe_reduction(mesh: DeviceMesh, sources: int = 1) -> tuple[DeviceMesh, MakeHook]:
@@ -605,12 +615,12 @@ def probe_reduction(mesh: DeviceMesh, sources: int = 1) -> tuple[DeviceMesh, Mak
     shard axis alone.
 
     Args:
-        mesh: of the ranks between which gradients are reduced.
-        sources: ranks whose tokens a gradient on one rank is of, as that of an expert is. It is an
-            average over them too.
+        mesh: the ranks over which gradients are reduced.
+        sources: ranks whose tokens a gradient on one rank is of, as that of an expert is. The
+            gradient is an average over them too.
 
     Returns:
-        The mesh to give to `fully_shard`, and what makes a hook for each unit.
+        The mesh for `fully_shard`, and the function that makes a hook for each unit.
     """
     shard_group = mesh.get_group(mesh.ndim - 1)
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
@@ -621,7 +631,7 @@ def probe_reduction(mesh: DeviceMesh, sources: int = 1) -> tuple[DeviceMesh, Mak
         return mesh, lambda: divide
     # Torch 2.7 cuts axes out of a whole mesh alone.
     shard_mesh = root_mesh(mesh)[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
-    note_copies(shard_mesh, mesh)
+    note_replicas(shard_mesh, mesh)
     return shard_mesh, lambda: AverageOverReplicas(replicate_group, divide)
 
 
@@ -637,16 +647,17 @@ def _averages_reduce_scatter(group: dist.ProcessGroup, device_type: str) -> bool
     return _is_average(output.item(), group.size())
 
 
-def _is_average(found: float, ranks: int) -> bool:
-    """Whether ranks that sent their numbers got the average; their sum is at least twice as much.
+def _is_average(result: float, ranks: int) -> bool:
+    """Says whether a reduction of the ranks' numbers is their average and not their sum.
 
-    Each rank answers for itself, and many ranks round in another order on each of them.
+    The sum is at least twice the average. Each rank answers for itself, and many ranks round in
+    another order on each of them.
     """
-    return math.isclose(found, (ranks - 1) / 2, rel_tol=0.1)
+    return math.isclose(result, (ranks - 1) / 2, rel_tol=0.1)
 
 
 def _runs_hsdp(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether torch's own HSDP works: it wants an average, and an event from the stream.
+    """Says whether torch's own HSDP works: it wants an average, and an event from the stream.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L461
     """

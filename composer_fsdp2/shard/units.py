@@ -37,14 +37,14 @@ def collector_paused() -> Generator[None, None, None]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 shards it, or a part of it."""
+    """Says whether FSDP2 shards a model, or a part of it. Collective: no."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def reshard(model: nn.Module) -> None:
     """Frees units that forward and evaluation left gathered: all parameters are shards again.
 
-    Collective: no. For between steps.
+    Collective: no. To be called between steps.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -53,13 +53,13 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> Generator[None]:
-    """Frees all parameters after a forward, or none, whatever the units were told before.
+    """Frees all parameters after a forward, or none, for the duration of a block.
 
-    Collective: no. For between steps; afterwards all parameters are shards again.
+    Collective: no. To be entered between steps; afterwards all parameters are shards again.
 
     Args:
         units: by name, children before parents.
-        after_forward: `None` leaves everything as it is.
+        after_forward: `reshard_after_forward` of all units; `None` leaves each as it is.
     """
     if after_forward is None:
         yield
@@ -71,13 +71,13 @@ def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> G
         lazy_init(unit)
     groups = [group for unit in units.values() for group in param_groups(unit)]
     # Newer torch has a public setter, which could not bring back a number of ranks.
-    told = [frees_after_forward(group) for group in groups]
+    settings = [frees_after_forward(group) for group in groups]
     try:
         for group in groups:
             free_after_forward(group, after_forward)
         yield
     finally:
-        for group, before in zip(groups, told, strict=True):
-            free_after_forward(group, before)
+        for group, setting in zip(groups, settings, strict=True):
+            free_after_forward(group, setting)
         for unit in units.values():
             unit.reshard()

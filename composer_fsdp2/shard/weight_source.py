@@ -1,9 +1,9 @@
 """Weights from outside the model, of which every rank reads only what its shards hold.
 
 [Note: weights from a source] A source knows parameters and persistent buffers by name. Its values
-win over whatever the model holds on any rank, so those are dropped before anything is sharded: a
-unit goes from meta to shards on meta, then memory is made for the shards alone and filled slice by
-slice. What the source does not know (rotary tables, masks) follows [Note: initial weights].
+win over those of the model on any rank, which are dropped before anything is sharded: a unit goes
+from meta to shards on meta, then memory is made for the shards alone and filled slice by slice.
+Tensors that the source does not know (rotary tables, masks) follow [Note: initial weights].
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class WeightSource(Protocol):
 class SourcedWeights:
     """Fills parameters and buffers from a source.
 
-    Puts every parameter the source knows on meta, in all its places. Their values are freed once
+    Puts every parameter the source knows on meta, in all its slots. Their values are freed once
     the caller's `tree` lets go of them. Collective: no.
 
     Args:
-        tree: the model.
-        source: has the values; `None` has none.
+        tree: the model, not sharded yet.
+        source: has the values; `None` knows no names.
         device: where parameters that are not sharded live.
         shards_on: where shards live.
     """
@@ -60,25 +60,25 @@ class SourcedWeights:
         shards_on: torch.device,
     ) -> None:
         self._source, self._device, self._shards_on = source, device, shards_on
-        self._places: dict[str, list[Slot]] = {}
-        """parameter name -> every place of that parameter"""
+        self._slots: dict[str, list[Slot]] = {}
+        """parameter name -> all slots of that parameter"""
         self._forms: dict[str, ParameterForm] = {}
         """parameter name -> its form: until all units are sharded, a shard has no note of it"""
         self._failure: Exception | None = None
         self._total_bytes = 0
-        """of all parameters that are read, on all ranks together"""
+        """size of all parameters that are read, on all ranks together"""
         self._advance: Callable[[int], object] = int
         by_param: dict[int, list[Slot]] = {}
         for ref in tree.params:
             if ref.name in self:
-                self._places[ref.name] = by_param.setdefault(id(ref.param), [])
-                self._places[ref.name].append(slot_of(tree, ref))
+                self._slots[ref.name] = by_param.setdefault(id(ref.param), [])
+                self._slots[ref.name].append(slot_of(tree, ref))
                 self._forms[ref.name] = form_of(ref.param)
         for ref in tree.params:
-            if (places := by_param.pop(id(ref.param), None)) is not None:
+            if (slots := by_param.pop(id(ref.param), None)) is not None:
                 self._total_bytes += ref.param.nbytes
                 if not ref.param.is_meta:
-                    replace_parameter(places, ref.param, torch.empty_like(ref.param, device="meta"))
+                    replace_parameter(slots, ref.param, torch.empty_like(ref.param, device="meta"))
 
     def __contains__(self, name: object) -> bool:
         return self._source is not None and name in self._source
@@ -87,7 +87,7 @@ class SourcedWeights:
     def shown(self) -> Generator[None]:
         """Shows how much of the model all ranks have read, around the reading. Collective: no.
 
-        Every rank reads its part of each parameter, so rank 0 counts whole parameters.
+        Every rank reads its part of each parameter, so rank 0 counts full parameters.
         """
         with counting_bytes("Reading pretrained weights", self._total_bytes) as self._advance:
             yield
@@ -97,20 +97,20 @@ class SourcedWeights:
     def read_parameters(self, names: Iterable[str]) -> None:
         """Makes parameters real that are on meta, sharded or not: only this rank's part is read.
 
-        Collective: no. What goes wrong is kept for `agree_on_failure`, because other ranks may be
-        in a collective by then.
+        Collective: no. An error is kept for `agree_on_failure`, because other ranks may be in a
+        collective by then.
         """
         for name in names:
-            places = self._places.get(name, [])
-            for module, attribute in places[:1]:
+            slots = self._slots.get(name, [])
+            for module, attribute in slots[:1]:
                 param = module._parameters[attribute]
                 if param is not None and param.is_meta:
                     # FSDP2 takes up the new parameter in its first forward, and pads it.
-                    replace_parameter(places, param, self._read(name, param))
+                    replace_parameter(slots, param, self._read(name, param))
                     self._advance(param.nbytes)
 
     def read_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Fills a buffer in place, or a new one where it is on meta; returns it. Collective: no."""
+        """Returns a buffer with the source's values; new if it was elsewhere. Collective: no."""
         if buffer.device != self._device:
             buffer = torch.empty_like(buffer, device=self._device)
         self._fill(name, buffer, (0,) * buffer.ndim)
@@ -129,16 +129,16 @@ class SourcedWeights:
 
     def _read(self, name: str, param: nn.Parameter) -> torch.Tensor:
         if not isinstance(param, DTensor):
-            whole = torch.empty_like(param, device=self._device)
-            self._fill(name, whole, (0,) * whole.ndim)
-            return whole
+            full = torch.empty_like(param, device=self._device)
+            self._fill(name, full, (0,) * full.ndim)
+            return full
         local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self._shards_on)
         for index, offsets in self._forms[name].blocks(param):
             self._fill(name, local[index], offsets)
         return sharded_like(local, param)
 
     def _fill(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Reads, unless something has gone wrong already."""
+        """Reads a part of a tensor into `target`, unless an error was met already."""
         if self._source is None or self._failure is not None:
             return  # the run ends anyway, with the first error
         try:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.optim.muon.newton_schulz import MatrixLayout
 from composer_fsdp2.parallel.form import FULLY_SHARDED, ParameterForm, cut_in_order, form_of
-from composer_fsdp2.shard.device_mesh import whole_mesh
+from composer_fsdp2.shard.device_mesh import mesh_with_replicas
 
 __all__ = [
     "Matrix",
@@ -70,7 +70,7 @@ def ranks_of(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[Ranks, dist.Process
     of its own for all its axes: each of its replicas then counts as the only one, and computes
     everything.
     """
-    whole = whole_mesh(mesh)
+    whole = mesh_with_replicas(mesh)
     along = list(axes) if whole is mesh else [whole.ndim - 1]
     size = math.prod(mesh.size(axis) for axis in axes)
     copies = whole.mesh.movedim(along, [*range(-len(along), 0)]).reshape(-1, size)
