@@ -2,7 +2,7 @@
 
 [Note: forms of state] A moment changes by a tenth of a per cent a step. Rounded to the nearest of
 few values it would not change at all, so it goes to one of its two neighbours by chance: on average
-nothing is lost. Chance is a hash of the element's place in the whole parameter, the number of the
+nothing is lost. Chance is a hash of the element's index in the full parameter, the number of the
 step, the name of the state and the value itself. So the same run makes the same choices on any
 number of ranks, and a resumed run makes those of the run that was not interrupted.
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.torch_private.tensors import local_tensor
 
-__all__ = ["BLOCK", "ShardPlace", "StateFormat", "Stored", "decode", "encode"]
+__all__ = ["BLOCK", "ShardPosition", "StateFormat", "Stored", "decode", "encode"]
 
 StateFormat = Literal["own", "bf16", "signed", "unsigned"]
 
@@ -52,20 +52,20 @@ _LARGEST_CODE = {"signed": 127, "unsigned": 255}
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPlace:
-    """Where this rank's part of a parameter lies in the whole."""
+class ShardPosition:
+    """Where this rank's shard of a parameter lies in the full tensor."""
 
     rows: int
     row: int
-    """elements of a row of this rank's part"""
+    """elements of a row of the shard"""
     first: int
-    """number of its first element in the whole"""
+    """index of the shard's first element in the full tensor, flattened"""
     stride: int
-    """elements of a row of the whole"""
+    """elements of a row of the full tensor"""
 
     @classmethod
-    def of(cls, param: DTensor) -> ShardPlace:
-        """Reads it from a sharded parameter. Collective: no."""
+    def of(cls, param: DTensor) -> ShardPosition:
+        """Returns the position of a sharded parameter's shard. Collective: no."""
         shape, first = local_tensor(param).shape, 0
         if shape.numel():
             chunks: Any = param.__create_chunk_list__()
@@ -74,7 +74,7 @@ class ShardPlace:
         return cls(shape[0], math.prod(shape[1:]), first, math.prod(param.shape[1:]))
 
     def chunks(self, device: torch.device) -> Iterator[slice]:
-        """Cuts the rows, so that not too much is converted at a time."""
+        """Cuts the rows into pieces that are small enough to be converted at a time."""
         step = max(1, _AT_ONCE[device.type != "cpu"] // max(1, self.row))
         return (slice(start, start + step) for start in range(0, self.rows, step))
 
@@ -85,11 +85,11 @@ class Stored:
 
     form: StateFormat
     values: Tensor
-    """of the shape of the shard; 8-bit codes in 8-bit forms"""
+    """in the shape of the shard; codes in 8-bit forms"""
     exponents: Tensor
-    """of each block of a row, in 8-bit forms; else without elements"""
+    """(rows, blocks of a row) in 8-bit forms, else without elements"""
     dtype: torch.dtype
-    """in which the optimizer computes"""
+    """dtype in which the optimizer computes"""
 
     def copied_to(self, device: Any, *, pin: bool = False) -> Stored:
         """Returns a copy on another device, without waiting for it where memory is pinned."""
@@ -101,16 +101,16 @@ class Stored:
 
 
 def encode(
-    form: StateFormat, value: Tensor, place: ShardPlace, step: Tensor | int, key: str
+    form: StateFormat, value: Tensor, position: ShardPosition, step: Tensor | int, key: str
 ) -> Stored:
-    """Returns a value in a form; `step` and `key` are part of the chance that rounds it."""
-    blocks = -(-place.row // BLOCK) if form in _LARGEST_CODE else 0
-    exponents = torch.empty((place.rows, blocks), dtype=torch.uint8, device=value.device)
+    """Returns a state tensor in a form, rounded by a chance that `step` and `key` are part of."""
+    blocks = -(-position.row // BLOCK) if form in _LARGEST_CODE else 0
+    exponents = torch.empty((position.rows, blocks), dtype=torch.uint8, device=value.device)
     if form == "own":
         return Stored(form, value.clone(), exponents, value.dtype)
-    kept = torch.bfloat16 if form == "bf16" else torch.uint8
-    stored = Stored(form, torch.empty_like(value, dtype=kept), exponents, value.dtype)
-    source, target = (one.view(place.rows, place.row) for one in (value, stored.values))
+    dtype = torch.bfloat16 if form == "bf16" else torch.uint8
+    stored = Stored(form, torch.empty_like(value, dtype=dtype), exponents, value.dtype)
+    source, target = (part.view(position.rows, position.row) for part in (value, stored.values))
     salt = zlib.crc32(key.encode())
     if isinstance(step, Tensor) and step.device.type != "cpu":
         # Not read by the host, which would wait for the device.
@@ -118,13 +118,13 @@ def encode(
         seed = counted.mul(_wrapped(0x85EBCA6B)).add_(_wrapped(salt))
     else:
         seed = _wrapped(int(step) * 0x85EBCA6B + salt)
-    for rows in place.chunks(value.device):
+    for rows in position.chunks(value.device):
         bits = source[rows].float().contiguous().view(_INT)
-        # The number of each element in the whole, modulo 2^32.
+        # The index of each element in the full tensor, modulo 2^32.
         starts = torch.arange(len(bits), dtype=_INT, device=bits.device)
-        columns = torch.arange(place.row, dtype=_INT, device=bits.device)
-        columns.add_(_wrapped(place.first + rows.start * place.stride))
-        numbers = starts.mul_(_wrapped(place.stride))[:, None] + columns
+        columns = torch.arange(position.row, dtype=_INT, device=bits.device)
+        columns.add_(_wrapped(position.first + rows.start * position.stride))
+        numbers = starts.mul_(_wrapped(position.stride))[:, None] + columns
         if form == "bf16":
             # A NaN of all ones would carry into the sign.
             size = (bits & 0x7FFFFFFF).clamp_(max=_NAN).add_(_chance(bits, numbers, seed, 16))
@@ -136,24 +136,24 @@ def encode(
     return stored
 
 
-def decode(stored: Stored, place: ShardPlace) -> Tensor:
-    """Returns the value in the dtype in which the optimizer computes: always new memory."""
-    found = torch.empty_like(stored.values, dtype=stored.dtype)
+def decode(stored: Stored, position: ShardPosition) -> Tensor:
+    """Returns a state tensor, in new memory, in the dtype in which the optimizer computes."""
+    value = torch.empty_like(stored.values, dtype=stored.dtype)
     if stored.form not in _LARGEST_CODE:
-        return found.copy_(stored.values)
-    codes, flat = (one.view(place.rows, place.row) for one in (stored.values, found))
-    for rows in place.chunks(codes.device):
+        return value.copy_(stored.values)
+    codes, flat = (tensor.view(position.rows, position.row) for tensor in (stored.values, value))
+    for rows in position.chunks(codes.device):
         flat[rows] = _from_codes(codes[rows], stored.exponents[rows], stored.form)
-    return found
+    return value
 
 
 def _wrapped(number: int) -> int:
-    """The integer of 32 bits with a sign that has the same lower bits."""
+    """Returns the integer of 32 bits with a sign that has the same lower bits."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def _chance(bits: Tensor, numbers: Tensor, seed: Tensor | int, count: int) -> Tensor:
-    """Returns so many random bits for each element; a mixing of all bits of what is given."""
+    """Returns `count` random bits for each element: a hash of its bits, its number and the seed."""
     mixed = numbers.mul_(_wrapped(0x9E3779B1)).add_(seed).bitwise_xor_(bits)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         mixed.bitwise_xor_((mixed >> shift).bitwise_and_(2 ** (32 - shift) - 1))
@@ -163,7 +163,7 @@ def _chance(bits: Tensor, numbers: Tensor, seed: Tensor | int, count: int) -> Te
 
 
 def _in_blocks(rows: Tensor) -> Tensor:
-    """The same as (rows, blocks, elements of a block), with zeros where a block has less."""
+    """Returns rows as (rows, blocks, elements of a block), padded with zeros to whole blocks."""
     if rows.shape[1] <= BLOCK:
         return rows[:, None]
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
@@ -174,7 +174,7 @@ def _to_codes(bits: Tensor, chance: Tensor, form: str) -> tuple[Tensor, Tensor]:
     size, chance = _in_blocks((bits & 0x7FFFFFFF).clamp_(max=_NAN)), _in_blocks(chance)
     exponents = size.amax(dim=-1, keepdim=True) >> 23
     # The largest mantissa of the largest exponent has the largest code. Rounded up it would move
-    # the exponent of the block, and what is kept again would be other codes.
+    # the exponent of the block, and encoding the values again would give other codes.
     top = _code_of_zero(exponents, most)
     codes = ((size + chance) >> 20).sub_(top).clamp_(max=most)
     # Divided by, a second moment of zero would be an infinite step.
@@ -193,13 +193,13 @@ def _from_codes(codes: Tensor, exponents: Tensor, form: str) -> Tensor:
     most, wide = _LARGEST_CODE[form], codes.to(_INT)
     size = _in_blocks(wide & most)
     top = _code_of_zero(exponents.to(_INT), most)[..., None]
-    found = (size + top).bitwise_left_shift_(20).masked_fill_(size == 0, 0)
-    found = found.flatten(1)[:, : codes.shape[1]]
+    bits = (size + top).bitwise_left_shift_(20).masked_fill_(size == 0, 0)
+    bits = bits.flatten(1)[:, : codes.shape[1]]
     if form == "signed":
-        found = found | (wide & 0x80).bitwise_left_shift_(24)
-    return found.contiguous().view(torch.float32)
+        bits = bits | (wide & 0x80).bitwise_left_shift_(24)
+    return bits.contiguous().view(torch.float32)
 
 
 def _code_of_zero(exponents: Tensor, most: int) -> Tensor:
-    """The upper bits of the float that would have code 0 in a block; none is below zero's own."""
+    """Returns the upper bits of the float with code 0 in each block, at least those of zero."""
     return (exponents << 3).add_(7 - most).clamp_(min=0)

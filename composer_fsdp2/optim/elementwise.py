@@ -1,7 +1,6 @@
-"""Which optimizers step element by element, so that a shard alone gives the bits of the whole.
+"""Knows the optimizers that step element by element: a shard alone gives the bits of the full step.
 
-The optimizer of a sharded model steps local shards then, and may keep its state in another form.
-
+They step local shards of a sharded model, and may keep their state in another form.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ _KNOWN = frozenset(
         "torch.optim.rmsprop:RMSprop",
     }
 )
-"""by module and class: to ask for them imports nothing"""
+"""modules and classes, by name: looking for them imports nothing"""
 _CHANGES_NO_STEP = {"__init__", "__repr__", "__setstate__", "__getstate__"}
 _ACROSS = re.compile("adafactor|lamb|lars|muon|shampoo|soap|galore|kfac|lbfgs|came", re.IGNORECASE)
 """optimizers that look across the elements of a parameter, by name"""
 
 
 def known_as(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns the known class whose step this is; a subclass may not change the step.
+    """Returns the known class whose step the optimizer has; a subclass may not change the step.
 
-    For those, local shards give the bits of the whole.
+    A known class steps local shards to the bits of the full parameters.
     """
     for kind in type(optimizer).__mro__:
         name = f"{kind.__module__}:{kind.__qualname__}"
@@ -78,24 +77,29 @@ def apply_local_step(
 ) -> None:
     """Has the optimizer of a sharded model step local shards, as the setting `local_step` says.
 
-    Collective: yes, for an optimizer that is not known. It keeps its state in the form of `state`,
-    which `check_optimizer_state` has let pass.
+    Collective: yes, for an optimizer that is not known.
+
+    Args:
+        optimizer: holds sharded parameters.
+        setting: `local_step` of the run.
+        device: of the run; ranks agree there about an optimizer that is not known.
+        state: `optimizer_state` of the run, which `check_optimizer_state` has let pass.
 
     Raises:
-        PlanError: `local_step: true` and an optimizer that looks across elements; one that can
-            step neither DTensors nor local shards, which a trial shows; `state` and one that is
-            not known to step parameters one by one.
+        PlanError: `local_step: true` and an optimizer that looks across elements; an optimizer that
+            can step neither DTensors nor local shards, which a trial shows; `state` and an
+            optimizer that is not known to step parameters one by one.
     """
     if isinstance(optimizer, MatrixOptimizer):
         return  # it works on local shards itself, with collectives of its own
-    name, known = type(optimizer).__name__, known_as(optimizer)
-    if setting is True and not known and _ACROSS.search(name):
+    name, known_class = type(optimizer).__name__, known_as(optimizer)
+    if setting is True and not known_class and _ACROSS.search(name):
         raise PlanError(
             f"local_step: true cannot be had with the optimizer {name}, which looks across the "
             "elements of a parameter: each rank would step its shard as if it were the whole. "
             "Write local_step: auto, which finds out what the optimizer does, or leave it out."
         )
-    is_tried = setting is not True and not known
+    is_tried = setting is not True and not known_class
     if is_tried and state != OptimizerState():
         raise PlanError(
             f"'optimizer_state' is set and the optimizer {name} is not known to step each element "
@@ -122,27 +126,29 @@ def _restore_layouts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     for param, state in optimizer.state.items():
         for key, value in state.items():
-            if not isinstance(param, DTensor) or not isinstance(value, DTensor):
-                continue
-            if value.shape != param.shape:
+            if (
+                not isinstance(param, DTensor)
+                or not isinstance(value, DTensor)
+                or value.shape != param.shape
+                or local_tensor(value).shape != local_tensor(param).shape
+            ):
                 continue
             # `==` takes a strided shard for a plain one.
             pairs = zip(value.placements, param.placements, strict=True)
-            alike = local_tensor(value).shape == local_tensor(param).shape
-            if alike and any(type(a) is not type(b) for a, b in pairs):
+            if any(type(a) is not type(b) for a, b in pairs):
                 state[key] = sharded_like(local_tensor(value), param)
 
 
 class LaterOptimizers(StepListener):
     """Has optimizers that are built after the model was prepared step local shards.
 
-    One that is not known steps DTensors, as torch has it: to try it takes a collective, and the
-    ranks need not come here together.
+    An optimizer that is not known steps DTensors, as torch has it: a trial takes a collective, and
+    the ranks need not come here together.
     """
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Whether local steps are not switched off. Warns of what has no effect."""
+        """Says whether local steps are on. Warns of an `optimizer_state` without an effect."""
         state = run.settings.optimizer_state
         if not run.optimizers and state != OptimizerState() and dist.get_rank() == 0:
             warnings.warn(
@@ -161,7 +167,7 @@ class LaterOptimizers(StepListener):
             PlanError: as `apply_local_step`.
         """
         params = (param for group in optimizer.param_groups for param in group["params"])
-        # Of several models, that of the first parameter does it.
+        # An optimizer of several models is changed by the model of its first parameter.
         first = next((param for param in params if isinstance(param, DTensor)), None)
         if first is None or not any(first is param for param in self.run.model.parameters()):
             return
@@ -171,12 +177,16 @@ class LaterOptimizers(StepListener):
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerState) -> None:
-    """Refuses `optimizer_state` for an optimizer of which nothing could be kept so.
+    """Refuses `optimizer_state` for an optimizer without state that it could change.
 
     Collective: no.
 
+    Args:
+        optimizer: holds parameters that are not sharded yet.
+        setting: `optimizer_state` of the run.
+
     Raises:
-        PlanError: with what to write.
+        PlanError: naming the optimizer.
     """
     if setting == OptimizerState():
         return
@@ -187,12 +197,14 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerSt
             "where AdamW has two, and it steps them together, by collectives, so none could be "
             "stepped alone. Leave optimizer_state out, or use AdamW with it."
         )
-    known = known_as(optimizer)
-    if known in _MOMENTUM_OR_NONE:
+    known_class = known_as(optimizer)
+    if known_class in _MOMENTUM_OR_NONE:
         has_none = not (optimizer.state or any(g["momentum"] for g in optimizer.param_groups))
     else:
         # Averages of weights, which are no moments, move to the CPU alone.
-        has_none = known == _WITHOUT_STATE or (known == _AVERAGES and setting.device != "cpu")
+        has_none = known_class == _WITHOUT_STATE or (
+            known_class == _AVERAGES and setting.device != "cpu"
+        )
     if has_none:
         raise PlanError(
             f"'optimizer_state' is set and the optimizer {name} keeps no moments, so the setting "

@@ -1,8 +1,8 @@
-"""Outlier statistics of LLM Foundry's adaptive Lions, as JSON in a checkpoint.
+"""Saves outlier statistics of LLM Foundry's adaptive Lions as JSON in a checkpoint.
 
-For each parameter they keep an object, which nobody collects from a sharded optimizer and no
-checkpoint can hold without executing code, and lists that grow, while torch loads as many values as
-a fresh optimizer has.
+For each parameter these optimizers keep an object, which nobody collects from a sharded optimizer
+and no checkpoint can hold without executing code, and lists that grow, while torch loads as many
+values as a fresh optimizer has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AS_TEXT = frozenset({"grad_tracker", "moment_tracker", "outlier_timestamp"})
 
 
 def save_lions_as_text(optimizers: Iterable[Any]) -> None:
-    """Has these optimizers save text and load it. Collective: no."""
+    """Has adaptive Lions save their statistics as text, and load it. Collective: no."""
     for optimizer in optimizers:
         if type(optimizer).__name__ in ADAPTIVE_LIONS:
             optimizer.register_state_dict_post_hook(lambda _, saved: lion_as_text(saved))  # pyright: ignore[reportUnknownLambdaType]
@@ -39,7 +39,7 @@ class LionAverages(StepListener):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Whether an optimizer is an adaptive Lion."""
+        """Says whether an optimizer of the run is an adaptive Lion."""
         return any(type(optimizer).__name__ in ADAPTIVE_LIONS for optimizer in run.optimizers)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -51,7 +51,7 @@ class LionAverages(StepListener):
 
 
 def lion_as_text(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict with text, also if it was saved elsewhere."""
+    """Returns a copy of a state dict with statistics as text; text stays as it is."""
 
     def parts(tracker: Any) -> dict[str, Any]:
         recent, delayed = tracker.intermediate_data_queue, tracker.delayed_moving_average
@@ -72,10 +72,10 @@ def _with_objects(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     detector = sys.modules[type(optimizer).__module__].OutlierDetector
 
     def tracker(parts: dict[str, Any]) -> Any:
-        found = detector(parts["threshold"], parts["delay"])
-        found.intermediate_data_queue.extend(parts["recent"])
-        found.delayed_moving_average.extend(parts["delayed"])
-        return found
+        averages = detector(parts["threshold"], parts["delay"])
+        averages.intermediate_data_queue.extend(parts["recent"])
+        averages.delayed_moving_average.extend(parts["delayed"])
+        return averages
 
     def change(value: Any) -> Any:
         return json.loads(value, object_hook=tracker) if isinstance(value, str) else value
@@ -84,7 +84,7 @@ def _with_objects(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(state_dict: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A copy, because the state in a state dict is the optimizer's own."""
+    """Returns a copy with other statistics: the state in a state dict is the optimizer's own."""
     states = {
         param: {key: change(value) if key in _AS_TEXT else value for key, value in state.items()}
         for param, state in state_dict["state"].items()

@@ -3,9 +3,9 @@
 [Note: local step] Every operation on a DTensor costs some 50 microseconds of CPU, whatever its
 size, and an element-wise optimizer computes the same bits on the plain tensors inside. So before a
 step a hook makes a shallow copy of the optimizer whose `param_groups` and `state` hold this rank's
-shards, torch runs the step of the class on that copy, and a hook after it brings back what the step
-has set. The optimizer itself keeps its DTensors all the time: other hooks, schedulers and
-checkpoints see nothing else, and a step that raises leaves nothing exchanged.
+shards, torch runs the step of the class on that copy, and a hook after it brings back the values
+that the step has set. The optimizer itself keeps its DTensors all the time: other hooks, schedulers
+and checkpoints see nothing else, and a step that raises leaves nothing exchanged.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """
 
     def plan_groups(self, tree: ModuleTree) -> PlannedGroups:
-        """Settles what every parameter gets, and changes nothing. Collective: no."""
+        """Returns the groups that the model's parameters will have. Collective: no."""
         raise NotImplementedError
 
     def assign_groups(self, planned: PlannedGroups) -> None:
-        """Gives every parameter what was planned. Collective: no."""
+        """Gives every parameter the group that was planned. Collective: no."""
         raise NotImplementedError
 
     def decide(self, model: nn.Module) -> None:
@@ -56,18 +56,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 
 class _Shard:
-    """A sharded parameter and its plain one, during a step with the gradient and the state."""
+    """A sharded parameter and a plain one over its shard; in a step with gradient and state."""
 
-    __slots__ = ("grad", "held", "local", "param", "source")
+    __slots__ = ("grad", "local", "param", "source", "state")
 
     def __init__(self, param: DTensor) -> None:
         self.param: Any = param
         self.source = local_tensor(param)
-        # It shares the shard's memory; a step on it leaves the DTensor's version as it is.
+        # The plain parameter shares the shard's memory; a step leaves the DTensor's version alone.
         self.local = nn.Parameter(self.source, requires_grad=param.requires_grad)
         self.grad: Any = None
-        """as the optimizer has it"""
-        self.held: Any = None
+        """the gradient that the optimizer has, a DTensor"""
+        self.state: Any = None
         """the optimizer's state of the parameter"""
 
 
@@ -79,7 +79,7 @@ class LocalStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # By id: to hash a tensor is a call in Python. Each entry holds the parameter.
-        self._known: dict[int, _Shard] = {}
+        self._shards: dict[int, _Shard] = {}
         self._stepping: list[_Shard] = []
         """shards of the step that is being made"""
         self._copy: torch.optim.Optimizer | None = None
@@ -93,27 +93,29 @@ class LocalStep:
         """Returns the parameters of a group that are stepped together."""
         return group["params"]
 
-    def read(self, param: DTensor, held: Mapping[Any, Any]) -> dict[Any, Any]:
+    def read(self, param: DTensor, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """Returns the state of a parameter for a step of its shard."""
-        return {key: local_value(value, param) for key, value in held.items()}
+        return {key: local_value(value, param) for key, value in state.items()}
 
     def write(
-        self, optimizer: torch.optim.Optimizer, param: DTensor, held: Any, values: dict[Any, Any]
+        self, optimizer: torch.optim.Optimizer, param: DTensor, state: Any, values: dict[Any, Any]
     ) -> None:
         """Gives a parameter the state that a step of its shard has left."""
-        if held is None:
-            held = optimizer.state[param] = {}
+        if state is None:
+            state = optimizer.state[param] = {}
         for name, value in values.items():
-            known = held.get(name)
-            if known is value or (isinstance(known, DTensor) and local_tensor(known) is value):
+            current = state.get(name)
+            if current is value or (
+                isinstance(current, DTensor) and local_tensor(current) is value
+            ):
                 continue
             is_moment = is_plain(value) and value.ndim > 0
             if is_moment and value.shape == local_tensor(param).shape:
                 value = sharded_like(value, param)
-            held[name] = value
-        if len(held) > len(values):
-            for name in held.keys() - values.keys():
-                del held[name]
+            state[name] = value
+        if len(state) > len(values):
+            for name in state.keys() - values.keys():
+                del state[name]
 
     def begin(
         self,
@@ -125,8 +127,8 @@ class LocalStep:
 
         Args:
             optimizer: holds the sharded parameters.
-            params: those of each group that are stepped.
-            others: state that is not that of sharded parameters.
+            params: for each group the parameters that are stepped.
+            others: state under keys that are no sharded parameters.
         """
         self._stepping = []
         groups = [
@@ -136,44 +138,44 @@ class LocalStep:
         self._give_gradients()
         state: dict[Any, Any] = defaultdict(dict, others)
         for shard in self._stepping:
-            shard.held = optimizer.state.get(shard.param)
-            if shard.held is not None:
-                state[shard.local] = self.read(shard.param, shard.held)
+            shard.state = optimizer.state.get(shard.param)
+            if shard.state is not None:
+                state[shard.local] = self.read(shard.param, shard.state)
         copy = object.__new__(type(optimizer))
         copy.__dict__ = {**vars(optimizer), "param_groups": groups, "state": state}
         return copy
 
     def end(self, optimizer: torch.optim.Optimizer, copy: torch.optim.Optimizer) -> None:
-        """Gives the optimizer what a step has set in the copy that `begin` made.
+        """Gives the optimizer the values that a step has set in the copy that `begin` made.
 
-        Lets go of the gradients, which would outlive `zero_grad`, and of replaced memory.
+        Drops references to gradients, which would outlive `zero_grad`, and to replaced memory.
 
         Raises:
             PlanError: a hook has replaced a gradient after it was read.
         """
-        left, replaced = dict(copy.state), False
+        state, replaced = dict(copy.state), False
         with TORCH_FUNCTION_OFF(), torch.no_grad():
             for shard in self._stepping:
                 param, local = shard.param, shard.local
-                values = left.pop(local, None)
+                values = state.pop(local, None)
                 if values is not None:
                     if self._reads_steps and isinstance(values.get("step"), torch.Tensor):
                         values["step"] = values["step"].cpu()
-                    self.write(optimizer, param, shard.held, values)
-                elif shard.held is not None:
+                    self.write(optimizer, param, shard.state, values)
+                elif shard.state is not None:
                     del optimizer.state[param]
                 replaced = replaced or param.grad is not shard.grad
                 if shard.grad is not None:
                     if local.grad is None:
                         param.grad = None  # the step clears gradients itself
                     local.grad = shard.grad = None
-                shard.held = None
+                shard.state = None
                 if local.data_ptr() != shard.source.data_ptr():
                     # It assigns to `param.data`; FSDP2 gathers the memory that is in the DTensor.
                     shard.source.copy_(local)
                     local.data = shard.source
         self._stepping = []
-        optimizer.state.update(left)
+        optimizer.state.update(state)
         vars(optimizer).update(
             {k: v for k, v in vars(copy).items() if k not in ("param_groups", "state")}
         )
@@ -189,17 +191,17 @@ class LocalStep:
             )
 
     def _plain(self, param: Any) -> Any:
-        """The plain parameter of one that is stepped next; not sharded, it is its own."""
+        """Returns the plain parameter for a step; the parameter itself if it is not sharded."""
         if not isinstance(param, DTensor):
             return param
-        shard = self._known.get(id(param))
+        shard = self._shards.get(id(param))
         if shard is None:
-            shard = self._known[id(param)] = _Shard(param)
+            shard = self._shards[id(param)] = _Shard(param)
         self._stepping.append(shard)
         return shard.local
 
     def _give_gradients(self) -> None:
-        """Puts gradients where the step looks; again after a closure has computed others."""
+        """Gives plain parameters their gradients; again after a closure has computed others."""
         with TORCH_FUNCTION_OFF():  # an attribute of a DTensor takes half the time
             for shard in self._stepping:
                 source, local = local_tensor(shard.param), shard.local
@@ -209,8 +211,8 @@ class LocalStep:
                     local.requires_grad_(shard.param.requires_grad)
                 shard.grad = shard.param.grad
         params, grads = [s.param for s in self._stepping], [s.grad for s in self._stepping]
-        found = local_gradients(params, grads, local_gradient)
-        for shard, grad in zip(self._stepping, found, strict=True):
+        local_grads = local_gradients(params, grads, local_gradient)
+        for shard, grad in zip(self._stepping, local_grads, strict=True):
             shard.local.grad = grad
         # torch counts no change of a local tensor for the DTensor around it, which others ask.
         # Before the step, because a step that breaks off has changed some already.
@@ -221,10 +223,9 @@ class LocalStep:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizer is self._copy:
             return None  # the step of a parent class, which the copy has called
-        # Of parameters that are not sharded, and facts of all parameters under a word.
-        others = {
-            key: held for key, held in optimizer.state.items() if not isinstance(key, DTensor)
-        }
+        # State of parameters that are not sharded, and facts of all parameters under a word.
+        state = optimizer.state.items()
+        others = {key: value for key, value in state if not isinstance(key, DTensor)}
         self._copy = self.begin(optimizer, [*map(self.params_of, optimizer.param_groups)], others)
 
         def with_gradients(closure: Any) -> Any:
@@ -232,9 +233,9 @@ class LocalStep:
                 # Gradients of the batch before would stay beside those that the closure computes.
                 for shard in self._stepping:
                     shard.local.grad = shard.grad = None
-                found = closure(*inner, **named)
+                loss = closure(*inner, **named)
                 self._give_gradients()
-                return found
+                return loss
 
             return run if callable(closure) else closure
 
@@ -257,7 +258,7 @@ def local_gradient(param: Any) -> torch.Tensor | None:
     grad = param.grad
     if not isinstance(grad, DTensor):
         return grad
-    # FSDP2's have the parameter's own; a gradient set by hand may lie in another way.
+    # FSDP2's gradients have the parameter's placements; a gradient set by hand may have others.
     if grad.placements != param.placements or grad.device_mesh is not param.device_mesh:
         grad = grad.redistribute(param.device_mesh, param.placements)
     return local_tensor(grad)

@@ -1,10 +1,10 @@
-"""Norms of sharded tensors, from local shards: many of them in one reduction.
+"""Computes norms of sharded tensors from local shards, many of them in one reduction.
 
-[Note: one reduction] A sum over a sharded tensor is the sum of what its shards add up to. Tensors
-that are sharded alike are added up first, and what is left is one number a mesh, which one
-all-reduce completes. Its layout depends on the parameters and not on which of them have a gradient:
-a rank without one sends a zero, and no rank waits. Copies are not added up: in HSDP the all-reduce
-goes over the shard axis alone, and a plain tensor needs none.
+[Note: one reduction] A sum over a sharded tensor is the sum over its shards. Tensors that are
+sharded alike are added up first, to one number for each mesh, which one all-reduce completes. Its
+layout depends on the parameters and not on which of them have a gradient: a rank without a gradient
+sends a zero, and no rank waits. Replicas are not added up: in HSDP the all-reduce goes over the
+shard axis alone, and a plain tensor needs none.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = [
 
 
 Groups = tuple[dist.ProcessGroup, ...]
-"""over which a sum of a tensor's elements still has to be taken; none for a whole tensor"""
+"""process groups over which a sum of a tensor's elements has to be reduced; none if it is full"""
 
 
 def groups_of(tensor: torch.Tensor, *, rows: bool = False) -> Groups:
-    """The process groups between whose ranks a tensor is divided, or the experts of a list.
+    """Returns the process groups that share a tensor, or the list of its experts.
 
     Args:
-        tensor: sharded or not; of an expert the parameter, because a gradient does not know it.
-        rows: between whose ranks a single row of it is divided, which is a whole vector.
+        tensor: sharded or not; the parameter of an expert, because its gradient has no form.
+        rows: returns the groups that share a single row, or a full vector.
     """
     if not isinstance(tensor, DTensor):
         return ()
@@ -58,20 +58,20 @@ def groups_of(tensor: torch.Tensor, *, rows: bool = False) -> Groups:
     between_rows = rows and tensor.ndim > 1
     return _groups(
         tensor,
-        lambda place: (
-            not place.is_replicate()
-            and not place.is_partial()
-            and not (between_rows and getattr(place, "dim", None) == 0)
+        lambda placement: (
+            not placement.is_replicate()
+            and not placement.is_partial()
+            and not (between_rows and getattr(placement, "dim", None) == 0)
         ),
     )
 
 
-def _groups(tensor: DTensor, chosen: Callable[[Placement], bool]) -> Groups:
-    """The process groups of the mesh axes with such a placement."""
+def _groups(tensor: DTensor, divides: Callable[[Placement], bool]) -> Groups:
+    """Returns the process groups of the mesh axes whose placement `divides`."""
     return tuple(
         tensor.device_mesh.get_group(axis)
-        for axis, place in enumerate(tensor.placements)
-        if chosen(place)
+        for axis, placement in enumerate(tensor.placements)
+        if divides(placement)
     )
 
 
@@ -84,61 +84,61 @@ def _reduced(
 
     Args:
         values: partial results of this rank.
-        groups: of each value, over which it is reduced one after the other.
-        operation: the reduction.
+        groups: for each value the process groups over which it is reduced, one after the other.
+        operation: sum or maximum.
     """
-    found = list(values)
-    for group in dict.fromkeys(group for several in groups for group in several):
-        places = [index for index, several in enumerate(groups) if group in several]
+    reduced = list(values)
+    for group in dict.fromkeys(group for of_value in groups for group in of_value):
+        indices = [index for index, of_value in enumerate(groups) if group in of_value]
         if dist.get_world_size(group) == 1:
             continue
-        device = found[places[0]].device
-        flat = torch.cat([found[index].flatten().to(device) for index in places])
+        device = reduced[indices[0]].device
+        flat = torch.cat([reduced[index].flatten().to(device) for index in indices])
         dist.all_reduce(flat, op=operation, group=group)
-        parts = flat.split([found[index].numel() for index in places])
-        for index, part in zip(places, parts, strict=True):
-            found[index] = part.view_as(found[index]).to(found[index])
-    return found
+        parts = flat.split([reduced[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            reduced[index] = part.view_as(reduced[index]).to(reduced[index])
+    return reduced
 
 
 # --- The norm of all gradients ---
 
 
 class Shards:
-    """This rank's shards of the gradients of parameters, by what they are divided between.
+    """This rank's shards of the gradients of parameters, by the process groups that share them.
 
-    Each parameter is looked at once: next to small shards, that is most of what a norm costs.
+    Each parameter is looked at once: with small shards, looking is most of the cost of a norm.
     """
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self.grads: list[torch.Tensor] = []
         """local tensors, some of them without elements"""
         self.terms: dict[Groups, list[torch.Tensor]] = {}
-        """the same, to take norms of; with nothing in it, where other ranks may have a gradient"""
-        held = list(params)
+        """local tensors to take norms of; an empty list if other ranks alone may have gradients"""
+        params = list(params)
         with TORCH_FUNCTION_OFF():  # an attribute of a DTensor takes half the time
-            grads = list(map(attrgetter("grad"), held))
-            found = [p if grad is None else grad for p, grad in zip(held, grads, strict=True)]
-            self.dtypes = set(map(attrgetter("dtype"), found))
-            self.device = found[0].device if found else torch.device("cpu")
-        known: dict[Any, tuple[list[torch.Tensor], bool]] = {}
-        for param, grad, layout in zip(held, grads, layouts_of(found), strict=True):
+            grads = list(map(attrgetter("grad"), params))
+            tensors = [p if grad is None else grad for p, grad in zip(params, grads, strict=True)]
+            self.dtypes = set(map(attrgetter("dtype"), tensors))
+            self.device = tensors[0].device if tensors else torch.device("cpu")
+        terms_of: dict[Any, tuple[list[torch.Tensor], bool]] = {}
+        for param, grad, layout in zip(params, grads, layouts_of(tensors), strict=True):
             placed = () if layout is None else layout.placements
             # By the mesh's value: torch hands out equal meshes whose objects and groups differ.
             across = form_of(param).groups
             key = None if layout is None else (layout.mesh, placed, across)
-            if key not in known:
+            if key not in terms_of:
                 is_sum = any(map(Placement.is_partial, placed))
                 divided = groups_of(param) if grad is None or across else groups_of(grad)
-                known[key] = self.terms.setdefault(divided, []), is_sum
-            terms, is_sum = known[key]
+                terms_of[key] = self.terms.setdefault(divided, []), is_sum
+            terms, is_sum = terms_of[key]
             if grad is not None:
                 local = grad if layout is None else local_tensor(grad)
                 self.grads.append(local)
                 if is_sum:
                     # The ranks hold terms of a sum, whose norms say nothing.
-                    whole = [Replicate() if p.is_partial() else p for p in placed]
-                    local = local_tensor(grad.redistribute(placements=whole))
+                    placements = [Replicate() if p.is_partial() else p for p in placed]
+                    local = local_tensor(grad.redistribute(placements=placements))
                 terms.append(local)
 
 
@@ -146,13 +146,13 @@ class Shards:
 def gradient_norm(
     params: Iterable[torch.Tensor], norm_type: float = 2.0, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Norm of the gradients of parameters as if they were one vector, the same on all ranks.
+    """Returns the norm of all gradients as if they were one vector, the same on all ranks.
 
     Collective: yes, over the meshes of the parameters; see [Note: one reduction]. Ranks give the
     same parameters in the same order.
 
     Args:
-        params: sharded, whole, or both; a missing gradient counts as zeros.
+        params: sharded, full, or both; a missing gradient counts as zeros.
         norm_type: p of the p-norm, above 0; also infinite.
         dtype: in which the elements are added up; by default the gradients' own, or float32 where
             that has fewer bits.
@@ -174,7 +174,14 @@ def norm_of(
     foreach: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """As `gradient_norm`; `foreach` is that of `torch.nn.utils.clip_grad_norm_`."""
+    """Returns the norm of gradients, as `gradient_norm` does. Collective: yes.
+
+    Args:
+        shards: this rank's shards of the gradients.
+        norm_type: p of the p-norm, above 0; also infinite.
+        foreach: whether torch computes many norms at once; by default where it can.
+        dtype: dtype of the sum, as in `gradient_norm`.
+    """
     p = float(norm_type)
     if not p > 0:
         raise ValueError(
@@ -182,22 +189,22 @@ def norm_of(
             "Others are no norms, and empty shards would change them. Write 2.0, or inf for the "
             "largest absolute value."
         )
-    few_bits = any(found.itemsize < 4 for found in shards.dtypes)
+    few_bits = any(dtype_of_grad.itemsize < 4 for dtype_of_grad in shards.dtypes)
     parts: list[torch.Tensor] = []
     for tensors in shards.terms.values() or [[]]:
         # `vector_norm` refuses an empty tensor for the infinite order.
-        held = [tensor for tensor in tensors if tensor.numel() > 0]
-        if not held:
+        filled = [tensor for tensor in tensors if tensor.numel() > 0]
+        if not filled:
             norm = torch.zeros((), device=shards.device)
         elif dtype is None and not few_bits:
-            norm = torch.nn.utils.get_total_norm(held, p, foreach=foreach)
+            norm = torch.nn.utils.get_total_norm(filled, p, foreach=foreach)
         else:
             # torch would round the norm of each tensor to the tensor's few bits.
             norms = [
                 torch.linalg.vector_norm(
                     tensor, p, dtype=dtype or (torch.float32 if tensor.itemsize < 4 else None)
                 ).to(shards.device, torch.float64)
-                for tensor in held
+                for tensor in filled
             ]
             norm = torch.linalg.vector_norm(torch.stack(norms), p)
         # In float64, so that powers of large norms stay finite.
@@ -209,12 +216,12 @@ def norm_of(
         else:
             parts.append(norm.pow(p).reshape(1))
     operation: Any = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-    found = torch.stack(_reduced(parts, list(shards.terms) or [()], operation))
+    reduced = torch.stack(_reduced(parts, list(shards.terms) or [()], operation))
     if math.isinf(p):
-        largest, is_nan = found.amax(dim=0)
+        largest, is_nan = reduced.amax(dim=0)
         total = torch.where(is_nan > 0, math.nan, largest)
     else:
-        total = found.sum().pow(1 / p)
+        total = reduced.sum().pow(1 / p)
     wide = shards.dtypes & {torch.float64, torch.complex128}
     return total.to(dtype or (torch.float64 if wide else torch.float32))
 
@@ -227,24 +234,24 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
     """Scales down gradients whose norm exceeds `threshold` times that of their weights.
 
     Collective: yes, over the meshes of the parameters; see [Note: one reduction]. Norms are those
-    of rows (everything but dimension 0), and of a whole vector. Rows of a matrix that is sharded by
-    rows need no communication; all else takes one reduction per mesh.
+    of rows (everything but dimension 0), and of a full vector. Rows of a matrix that is sharded by
+    rows need no communication; other rows and vectors take one reduction per mesh.
 
     Source: Brock et al., High-Performance Large-Scale Image Recognition Without Normalization.
     """
-    held: list[tuple[torch.Tensor, Groups]] = []
+    clipped: list[tuple[torch.Tensor, Groups]] = []
     for param in params:
         if form_of(param).is_remote:
             continue
         groups = groups_of(param, rows=True)
         # The other ranks may have a gradient where this one has none.
         if param.grad is not None or (groups and param.requires_grad):
-            held.append((param, groups))
-    pairs = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p, _ in held]
+            clipped.append((param, groups))
+    pairs = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p, _ in clipped]
     squares = [_unit_squares(tensor) for pair in pairs for tensor in pair]
-    of_squares = [groups for _, groups in held for _ in range(2)]
+    of_squares = [groups for _, groups in clipped for _ in range(2)]
     norms = [total.sqrt() for total in _reduced(squares, of_squares)]
-    for (param, _), weight_norm, grad_norm in zip(held, norms[::2], norms[1::2], strict=True):
+    for (param, _), weight_norm, grad_norm in zip(clipped, norms[::2], norms[1::2], strict=True):
         if param.grad is not None:
             scale = weight_norm.mul_(threshold).div_(grad_norm)
             scale = scale.nan_to_num_(nan=1.0).clamp_(max=1.0)
@@ -265,7 +272,7 @@ def _unit_squares(tensor: torch.Tensor) -> torch.Tensor:
 def whole_metrics(
     metrics: Mapping[str, Any], local: Mapping[str, Groups] | None = None
 ) -> dict[str, Any]:
-    """The numbers of metrics that were computed with sharded tensors, or with local shards.
+    """Returns the numbers of metrics that were computed with sharded tensors, or with local shards.
 
     Collective: yes, over the meshes of the metrics; ranks hold the same names in the same order.
     Norms, of which there is one per parameter, are reduced together, and all numbers come to the
@@ -273,26 +280,26 @@ def whole_metrics(
 
     Args:
         metrics: tensors, or values that stay as they are.
-        local: of metrics that are 2-norms of this rank's shards, what they are divided between.
+        local: process groups that share the tensor, for metrics that are 2-norms of local shards.
     """
     groups = dict(local or {})
     for name, value in metrics.items():
-        places = value.placements if isinstance(value, DTensor) else ()
-        partial: list[Any] = [place for place in places if place.is_partial()]
-        # Of torch's placement for norms: each rank holds that of its part, and squares add up.
-        if partial and all(getattr(place, "norm_type", None) == 2 for place in partial):
+        placements = value.placements if isinstance(value, DTensor) else ()
+        partial: list[Any] = [placement for placement in placements if placement.is_partial()]
+        # torch's placement for norms: each rank holds the norm of its part, and squares add up.
+        if partial and all(getattr(placement, "norm_type", None) == 2 for placement in partial):
             groups[name] = _groups(value, Placement.is_partial)
     squares = [local_part(metrics[name]).double().square() for name in groups]
     norms = [square.sqrt() for square in _reduced(squares, [*groups.values()])]
-    whole = {**metrics, **dict(zip(groups, norms, strict=True))}
-    whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in whole.items()}
-    tensors = {n: v for n, v in whole.items() if isinstance(v, torch.Tensor)}
+    numbers = {**metrics, **dict(zip(groups, norms, strict=True))}
+    numbers = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in numbers.items()}
+    tensors = {n: v for n, v in numbers.items() if isinstance(v, torch.Tensor)}
     single = [n for n, v in tensors.items() if v.is_floating_point() and v.numel() == 1]
     if single:
-        device = whole[single[0]].device
-        flat = [whole[name].reshape(()).to(device, torch.float64) for name in single]
-        whole.update(zip(single, torch.stack(flat).tolist(), strict=True))
-    return {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in whole.items()}
+        device = numbers[single[0]].device
+        flat = [numbers[name].reshape(()).to(device, torch.float64) for name in single]
+        numbers.update(zip(single, torch.stack(flat).tolist(), strict=True))
+    return {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in numbers.items()}
 
 
 # --- Clipping of gradients on local shards. ---
@@ -308,7 +315,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clips the norm of all gradients, as if they were one vector: the signature of torch's own.
 
-    It computes on local shards and sends one number for each mesh, where
+    Local shards are enough, with one number sent for each mesh, where
     `torch.nn.utils.clip_grad_norm_` goes through a DTensor for each gradient. Parameters may be
     sharded over several meshes, which torch's own refuses, and some may be plain tensors, which
     count once.
@@ -363,5 +370,5 @@ def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> N
 
 
 def _holders(grads: Iterable[torch.Tensor]) -> list[Any]:
-    """Objects that have a gradient as `grad`, which is all that torch reads of parameters."""
+    """Returns objects that have a gradient as `grad`, all that torch reads of parameters."""
     return [SimpleNamespace(grad=grad) for grad in grads]

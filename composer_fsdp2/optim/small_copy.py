@@ -1,10 +1,10 @@
 """Tries with small tensors whether an optimizer steps shards as it steps full parameters.
 
-[Note: small copy] An optimizer that is on no list makes two steps on small tensors, once whole and
-once cut in two, and every bit is compared. That needs no other rank, and asks for nothing but
+[Note: small copy] An optimizer that is on no list makes two steps on small tensors, once in full
+and once cut in two, and every bit is compared. That needs no other rank, and asks for nothing but
 numbers and words in the optimizer, which can be copied without harm. Where the bits differ, the
-optimizer steps DTensors, whose operations are those of the whole. Optimizers that mix DTensors with
-tensors of their own fail there, so that is tried too, before the run starts.
+optimizer steps DTensors, whose operations are those of full tensors. Optimizers that mix DTensors
+with tensors of their own fail there, so that is tried too, before the run starts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), set, frozenset),
     *(enum.Enum, torch.dtype, torch.device, torch.Tensor),
 )
-"""what can be copied without harm, in lists and dictionaries too"""
+"""types that can be copied without harm, in lists and dictionaries too"""
 
 
 def steps_alike(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether shards give the bits of the whole on every rank. Collective: yes.
+    """Says whether steps of shards give the bits of full steps on every rank. Collective: yes.
 
     Raises:
         PlanError: the optimizer can step neither shards nor DTensors.
@@ -48,12 +48,12 @@ def steps_alike(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
 
 @torch.random.fork_rng(devices=[])
 def _try_small_copy(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether the halves of small tensors are stepped as the whole; `None` if it cannot be tried.
+    """Says whether halves of small tensors are stepped as full ones; `None` if a trial fails.
 
     Collective: no.
     """
     try:
-        wholes = _two_steps(optimizer, 1)
+        full = _two_steps(optimizer, 1)
     except Exception:  # whatever it is, the optimizer is stepped as torch does
         return None
     try:
@@ -61,14 +61,14 @@ def _try_small_copy(optimizer: torch.optim.Optimizer) -> bool | None:
     except Exception:
         return False
     return all(
-        list(whole) == list(first) == list(second)
-        and all(_is_joined(whole[key], [first[key], second[key]]) for key in whole)
-        for whole, first, second in zip(wholes, halves[::2], halves[1::2], strict=True)
+        list(tensor) == list(first) == list(second)
+        and all(_is_joined(tensor[key], [first[key], second[key]]) for key in tensor)
+        for tensor, first, second in zip(full, halves[::2], halves[1::2], strict=True)
     )
 
 
 def _two_steps(optimizer: torch.optim.Optimizer, parts: int) -> list[dict[Any, Any]]:
-    """Returns small tensors, each cut into parts, with the state that a copy has made of each."""
+    """Returns small tensors, each cut into parts, with the state of a copy of the optimizer."""
     small = _small_copy(optimizer, parts)
     for seed in (100, 200):
         for number, group in enumerate(small.param_groups):
@@ -85,16 +85,19 @@ def _dtensor_refusal(optimizer: torch.optim.Optimizer) -> PlanError | None:
     Collective: yes, over the mesh of its parameters, as operations on DTensors are.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    like = next((param for param in params if isinstance(param, DTensor)), None)
-    if like is None:
+    sharded = next((param for param in params if isinstance(param, DTensor)), None)
+    if sharded is None:
         return None
-    mesh, small = like.device_mesh, _small_copy(optimizer, 1)
+    mesh, small = sharded.device_mesh, _small_copy(optimizer, 1)
     for group in small.param_groups:
-        # Every rank has made the whole tensor itself, so nothing needs to be sent.
+        # Every rank has made the full tensor itself, so nothing needs to be sent.
         group["params"] = [
             nn.Parameter(
                 distribute_tensor(
-                    param.detach().to(mesh.device_type), mesh, like.placements, src_data_rank=None
+                    param.detach().to(mesh.device_type),
+                    mesh,
+                    sharded.placements,
+                    src_data_rank=None,
                 )
             )
             for param in group["params"]
@@ -123,11 +126,13 @@ def _small_copy(optimizer: torch.optim.Optimizer, parts: int) -> torch.optim.Opt
     Raises:
         TypeError: the optimizer holds more than plain data.
     """
-    usual = vars(torch.optim.Optimizer([nn.Parameter(torch.empty(0))], {}))
-    own = {key: value for key, value in vars(optimizer).items() if key not in usual}
+    base_attributes = vars(torch.optim.Optimizer([nn.Parameter(torch.empty(0))], {}))
+    attributes = {
+        key: value for key, value in vars(optimizer).items() if key not in base_attributes
+    }
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    leaves = tree_leaves([own, groups])
-    leaves += [one for leaf in leaves if isinstance(leaf, set | frozenset) for one in leaf]
+    leaves = tree_leaves([attributes, groups])
+    leaves += [item for leaf in leaves if isinstance(leaf, set | frozenset) for item in leaf]
     if not all(isinstance(value, _PLAIN) for value in leaves):
         raise TypeError("It holds more than plain data.")
     for number, group in enumerate(groups):
@@ -136,7 +141,7 @@ def _small_copy(optimizer: torch.optim.Optimizer, parts: int) -> torch.optim.Opt
             group["lr"] = 0.01  # a learning rate of zero would show nothing
     small = object.__new__(type(optimizer))
     torch.optim.Optimizer.__init__(small, copy.deepcopy(groups), copy.deepcopy(optimizer.defaults))
-    vars(small).update(copy.deepcopy(own))
+    vars(small).update(copy.deepcopy(attributes))
     return small
 
 
@@ -147,12 +152,12 @@ def _drawn(seed: int, parts: int) -> list[torch.Tensor]:
     another way, those that fill no vector.
     """
     generator = torch.Generator().manual_seed(seed)
-    whole = [torch.randn(shape, generator=generator) for shape in ((2,), (5, 3), (4, 2, 3))]
-    return [part.clone() for tensor in whole for part in tensor.chunk(parts)]
+    tensors = [torch.randn(shape, generator=generator) for shape in ((2,), (5, 3), (4, 2, 3))]
+    return [part.clone() for tensor in tensors for part in tensor.chunk(parts)]
 
 
 def _is_joined(value: Any, parts: Sequence[Any]) -> bool:
-    """Whether parts end to end are a tensor; of another value, whether each is equal to it."""
+    """Says whether parts, end to end, are equal to a tensor, or each of them to another value."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return all(bool(part == value) for part in parts)
     if any(getattr(part, "ndim", 0) != value.ndim for part in parts):

@@ -1,9 +1,8 @@
 """Keeps the state of parameters as a setting says: in bfloat16, in 8 bits, in CPU memory.
 
-[Note: one by one] The whole state in the optimizer's own form would be what the setting saves. So
-the state of one parameter is read into new memory, the optimizer's class makes its step for this
-parameter alone, and the state is kept again.
-
+[Note: one by one] All state in the optimizer's own form at once would take the memory that the
+setting saves. So the state of one parameter is read into new memory, the optimizer's class makes
+its step for this parameter alone, and the state is kept again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.placement import OptimizerState
-from composer_fsdp2.optim.codec import ShardPlace, StateFormat, Stored, decode, encode
+from composer_fsdp2.optim.codec import ShardPosition, StateFormat, Stored, decode, encode
 from composer_fsdp2.optim.local import LocalStep, class_step
 from composer_fsdp2.torch_private.tensors import local_tensor, local_value, sharded_like
 
@@ -35,25 +34,25 @@ _FORMS: dict[str, StateFormat] = {
     **dict.fromkeys(("max_exp_avg_sqs", "square_avg", "sum"), "unsigned"),
     **dict.fromkeys(("exp_avg", "grad_avg", "momentum_buffer", "prev"), "signed"),
 }
-"""of 8 bits, by name of the state; another moment is kept in bf16"""
+"""name of a state -> its form of 8 bits; other moments are kept in bf16"""
 _WEIGHTS = "ax"
 """averaged weights of ASGD, which are no moments"""
 
 
 def _is_large(param: Tensor) -> bool:
-    """Whether a parameter has enough elements, on all ranks: those of a shard differ on ranks."""
+    """Says whether a parameter has enough elements, on all ranks: sizes of shards differ."""
     return param.numel() >= SMALL and param.is_floating_point()
 
 
-# A dict too, for who asks: every method is that of `UserDict`.
+# A dict too, for `isinstance`: every method is that of `UserDict`.
 class KeptState(UserDict[Any, Any], dict[Any, Any]):  # pyright: ignore
-    """A parameter's state. Whoever reads a moment gets it as a DTensor in the optimizer's form.
+    """A parameter's state. Moments are read as DTensors, in the optimizer's form.
 
-    A moment that was read is a copy: what is to be changed has to be put back.
+    A moment that was read is a copy: put it back to change it.
     """
 
     def __init__(self, param: DTensor, setting: OptimizerState) -> None:
-        self._param, self._setting, self._place = param, setting, ShardPlace.of(param)
+        self._param, self._setting, self._position = param, setting, ShardPosition.of(param)
         self.data: dict[Any, Any] = {}
         """the values as they are kept: moments as `Stored`, which nobody changes in place"""
 
@@ -69,13 +68,13 @@ class KeptState(UserDict[Any, Any], dict[Any, Any]):  # pyright: ignore
             if _is_large(param) and key != _WEIGHTS:
                 in_eight, in_bf16 = self._setting.bits == 8, self._setting.dtype == "bf16"
                 form = _FORMS.get(key, "bf16") if in_eight else "bf16" if in_bf16 else "own"
-            # It is rounded where it was computed, and then sent.
+            # A moment is rounded on the device where it was computed, and then sent.
             step = self.data.get("step", 0)
-            value = self._placed(encode(form, value, self._place, step, str(key)))
+            value = self._placed(encode(form, value, self._position, step, str(key)))
         self.data[key] = value
 
     def keep(self, state: Mapping[Any, Any]) -> KeptState:
-        """Keeps these values, and no others; `step` comes first, as it is part of the chance."""
+        """Replaces all values; `step` comes first, as it is part of the chance."""
         self.data = {}
         self.update(state)
         return self
@@ -89,7 +88,7 @@ class KeptState(UserDict[Any, Any], dict[Any, Any]):  # pyright: ignore
             return value
         device = local_tensor(self._param).device
         return decode(
-            value if value.values.device == device else value.copied_to(device), self._place
+            value if value.values.device == device else value.copied_to(device), self._position
         )
 
     def for_checkpoint(self) -> dict[Any, Any]:
@@ -102,20 +101,20 @@ class KeptState(UserDict[Any, Any], dict[Any, Any]):  # pyright: ignore
         }
 
     def kept(self) -> Callable[[], KeptState]:
-        """Copies everything to CPU memory, and returns a function that puts it back."""
-        held = {
+        """Copies all values to CPU memory, and returns a function that puts them back."""
+        copies = {
             key: value.copied_to("cpu") if isinstance(value, Stored) else copy.deepcopy(value)
             for key, value in self.data.items()
         }
 
         def put_back() -> KeptState:
-            self.data = {key: self._placed(value) for key, value in held.items()}
+            self.data = {key: self._placed(value) for key, value in copies.items()}
             return self
 
         return put_back
 
     def _placed(self, value: Any) -> Any:
-        """Returns a moment in the memory in which it is kept."""
+        """Returns a moment on the device of the setting; any other value as it is."""
         beside = local_tensor(self._param).device
         device = torch.device("cpu") if self._setting.device == "cpu" else beside
         if not isinstance(value, Stored) or value.values.device == device:
@@ -146,7 +145,7 @@ class KeptSteps(LocalStep):
             )
 
     def _keeps(self, param: Any) -> TypeGuard[DTensor]:
-        """Whether the state of a parameter is kept here, and its step made alone."""
+        """Says whether the state of a parameter is kept here, and its step made alone."""
         return isinstance(param, DTensor) and (self._setting.device == "cpu" or _is_large(param))
 
     def params_of(self, group: Mapping[str, Any]) -> Sequence[Any]:
@@ -165,21 +164,21 @@ class KeptSteps(LocalStep):
                     self.end(optimizer, stepped)
             chosen.clear()
 
-    def read(self, param: DTensor, held: Mapping[Any, Any]) -> dict[Any, Any]:
+    def read(self, param: DTensor, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """Returns the state of a parameter for a step of its shard."""
-        if isinstance(held, KeptState):
-            return {key: held.plain(value) for key, value in held.data.items()}
-        return super().read(param, held)
+        if isinstance(state, KeptState):
+            return {key: state.plain(value) for key, value in state.data.items()}
+        return super().read(param, state)
 
     def write(
-        self, optimizer: torch.optim.Optimizer, param: DTensor, held: Any, values: dict[Any, Any]
+        self, optimizer: torch.optim.Optimizer, param: DTensor, state: Any, values: dict[Any, Any]
     ) -> None:
         """Gives a parameter the state that a step of its shard has left."""
         if not self._keeps(param):
-            super().write(optimizer, param, held, values)
+            super().write(optimizer, param, state, values)
         elif values:
-            kept = held if isinstance(held, KeptState) else KeptState(param, self._setting)
-            optimizer.state[param] = kept.keep(values)
+            kept_state = state if isinstance(state, KeptState) else KeptState(param, self._setting)
+            optimizer.state[param] = kept_state.keep(values)
 
     def _saved(self, _optimizer: Any, state_dict: dict[str, Any]) -> None:
         state_dict["state"] = {
@@ -190,9 +189,9 @@ class KeptSteps(LocalStep):
     def _before_load(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Takes up moments one by one: torch would bring all to the device in their own form.
+        """Encodes moments one by one: torch would bring all to the device in their own form.
 
-        torch leaves alone what is no tensor, as `Stored` is.
+        torch leaves values alone that are no tensors, as `Stored` is.
         """
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -210,8 +209,8 @@ class KeptSteps(LocalStep):
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         for param, state in list(optimizer.state.items()):
             if self._keeps(param) and state:
-                kept = optimizer.state[param] = KeptState(param, self._setting)
-                kept.data = state
+                kept_state = optimizer.state[param] = KeptState(param, self._setting)
+                kept_state.data = state
 
 
 def kept_storages(
@@ -222,8 +221,8 @@ def kept_storages(
     Collective: no. A storage that several tensors share comes once for each of them.
 
     Args:
-        params: sharded ones as they are between steps.
-        optimizer: of these parameters.
+        params: as they are between steps, sharded or not.
+        optimizer: its state is counted, whatever parameters it is of.
     """
     params, state = list(params), list[Any]()
     for of_param in optimizer.state.values():
@@ -237,7 +236,7 @@ def kept_storages(
 
 
 def storages_of(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Yields the memory of those that are tensors and are not on meta. Collective: no."""
+    """Yields the memory of tensors that are not on meta; skips other values. Collective: no."""
     for tensor in tensors:
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         if isinstance(local, Tensor) and not local.is_meta:

@@ -22,7 +22,7 @@ from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.optim.codec import ShardPlace, Stored, decode, encode
+from composer_fsdp2.optim.codec import ShardPosition, Stored, decode, encode
 from composer_fsdp2.optim.state import SMALL
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree
@@ -198,7 +198,7 @@ def test_state_in_bf16_has_the_bits_of_one_process():
         for number, param in enumerate(model.parameters()):
             assert param.grad is not None
             moment = full(param.grad).clone()
-            place = ShardPlace(len(moment), moment[0].numel(), 0, moment[0].numel())
+            place = ShardPosition(len(moment), moment[0].numel(), 0, moment[0].numel())
             if (before := kept[number]) is not None:
                 moment += 0.9 * decode(before, place)
             form = "bf16" if moment.numel() >= SMALL else "own"

@@ -80,9 +80,9 @@ def test_state_that_is_loaded_goes_on(policy: dict[str, Any]):
 @pytest.mark.world_size(1, backend="nccl")
 def test_codes_are_those_of_the_cpu():
     """Rounding is integer arithmetic, so that a run may go on on another device."""
-    from composer_fsdp2.optim.codec import ShardPlace, encode
+    from composer_fsdp2.optim.codec import ShardPosition, encode
 
-    value, place = torch.randn(70, 300).exp(), ShardPlace(70, 300, 7, 300)
+    value, place = torch.randn(70, 300).exp(), ShardPosition(70, 300, 7, 300)
     for form in ("bf16", "signed", "unsigned"):
         made = []
         for device in ("cpu", "cuda"):

@@ -1,9 +1,9 @@
-"""Groups of Muon: their values, and which parameters are hidden matrices.
+"""Forms groups of Muon: checks their values, and finds the parameters that are hidden matrices.
 
-[Note: hidden matrices] Muon is for matrices that multiply what one layer hands to the next. That a
-parameter has two dimensions does not say it: tables of embeddings have two, and so have heads and
-routers. The tree of modules says it: layers that multiply by their weight, without embeddings,
-heads, routers and whatever is tied. A parameter of a module that nothing is known of goes to AdamW.
+[Note: hidden matrices] Muon is for matrices that multiply activations between layers. Two
+dimensions are not enough: tables of embeddings have two, and so have heads and routers. The tree of
+modules tells: layers that multiply by their weight, without embeddings, heads, routers and tied
+weights. A parameter of an unknown module goes to AdamW.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 ITERATION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""of the iteration"""
+"""`iteration_dtype` -> dtype of Newton-Schulz"""
 
 Blocks = int | Sequence[int] | Mapping[str, Any] | None
 """matrices joined in a parameter: their number, where they are alike, the outputs of each, or how
@@ -79,7 +79,7 @@ class PlannedGroups:
 
     groups: list[dict[str, Any]]
     layouts: list[list[MatrixLayout]]
-    """of the parameters of each group, in their order"""
+    """for each group the layouts of its parameters, in their order"""
     text: str
     """settings and parameters of each group, for ranks to compare"""
 
@@ -102,18 +102,18 @@ class Overrides:
     blocks: Mapping[str, Blocks] = field(default_factory=dict[str, "Blocks"])
 
     def check(self, names: Sequence[str]) -> None:
-        """Refuses globs without an effect.
+        """Refuses globs that match no parameter of a model.
 
         Raises:
             PlanError: with the nearest name.
         """
-        given = {"muon": self.muon, "adamw": self.adamw, "blocks": tuple(self.blocks)}
+        patterns_of = {"muon": self.muon, "adamw": self.adamw, "blocks": tuple(self.blocks)}
         problems = [
-            f"{where} holds '{glob}', which matches no parameter of the model. It would have no "
+            f"{argument} holds '{glob}', which matches no parameter of the model. It would have no "
             f"effect.{nearest(glob, names)} Names in this model: {', '.join(names[:20])}"
             f"{' ...' if len(names) > 20 else ''}."
-            for where, globs in given.items()
-            for glob in globs
+            for argument, patterns in patterns_of.items()
+            for glob in patterns
             if not any(map(matcher(glob), names))
         ]
         if problems:
@@ -122,29 +122,29 @@ class Overrides:
     def choice(
         self, names: Sequence[str], param: Tensor, reason: str, layout: Callable[[], MatrixLayout]
     ) -> MatrixChoice:
-        """Returns what a parameter gets.
+        """Returns the algorithm of a parameter.
 
         Args:
-            names: of the parameter.
-            param: the parameter.
-            reason: why it is no hidden matrix; empty if it is one.
-            layout: finds how it holds its matrices, where no glob says it.
+            names: all names of the parameter, if it is tied.
+            param: sharded or not.
+            reason: why the parameter is no hidden matrix; empty if it is one.
+            layout: finds the layout of a matrix, which a glob of `blocks` may change.
 
         Raises:
-            PlanError: it matches globs of both algorithms, is to be a matrix and is none, or has
-                blocks that do not add up to it.
+            PlanError: a parameter matches globs of both algorithms, matches a glob of muon and is
+                no matrix, or has blocks that do not add up to its outputs.
         """
-        asked = [
+        algorithms = [
             algorithm
             for algorithm, globs in (("muon", self.muon), ("adamw", self.adamw))
             if any(any(map(matcher(glob), names)) for glob in globs)
         ]
-        if len(asked) > 1:
+        if len(algorithms) > 1:
             raise PlanError(
                 f"'{names[0]}' matches globs of muon and of adamw. A parameter has one algorithm. "
                 "Narrow one of them."
             )
-        if asked == ["adamw"] or (reason and not asked):
+        if algorithms == ["adamw"] or (reason and not algorithms):
             return MatrixChoice("adamw", reason or "asked for", MatrixLayout())
         if param.ndim not in (2, 3):
             raise PlanError(
@@ -152,11 +152,11 @@ class Overrides:
                 "orthogonalises matrices, or a list of them. Leave it to AdamW: take it out of "
                 "muon."
             )
-        found = layout()
+        default = layout()
         for glob, blocks in self.blocks.items():
             for name in filter(matcher(glob), names):
-                return MatrixChoice("muon", "", with_blocks(name, param.shape, found, blocks))
-        return MatrixChoice("muon", "", found)
+                return MatrixChoice("muon", "", with_blocks(name, param.shape, default, blocks))
+        return MatrixChoice("muon", "", default)
 
 
 def with_blocks(
@@ -171,8 +171,8 @@ def with_blocks(
         return MatrixLayout(None, layout.transposed)
     outputs, turns = shape[layout.axis], 1
     if isinstance(blocks, Mapping):
-        turns, given = blocks.get("turns"), blocks.get("outputs", ())
-        is_row = isinstance(given, Sequence) and not isinstance(given, str)
+        turns, per_turn = blocks.get("turns"), blocks.get("outputs", ())
+        is_row = isinstance(per_turn, Sequence) and not isinstance(per_turn, str)
         if set(blocks) != {"turns", "outputs"} or type(turns) is not int or turns < 1 or not is_row:
             raise PlanError(
                 f"The blocks of '{name}' are {dict(blocks)}. Blocks that take turns need the "
@@ -180,10 +180,10 @@ def with_blocks(
                 "64 outputs, {turns: 12, outputs: [64, 64, 64]}."
             )
     elif isinstance(blocks, int):
-        given = (outputs // blocks,) * blocks if blocks > 0 else ()
+        per_turn = (outputs // blocks,) * blocks if blocks > 0 else ()
     else:
-        given = blocks
-    sizes = tuple(int(size) * turns for size in given)
+        per_turn = blocks
+    sizes = tuple(int(size) * turns for size in per_turn)
     if sum(sizes) != outputs or min(sizes, default=0) < 1:
         raise PlanError(
             f"The blocks {list(sizes)} of '{name}' add up to {sum(sizes)}, but it has {outputs} "
@@ -194,13 +194,13 @@ def with_blocks(
 
 
 def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, MatrixChoice]:
-    """Decides for every parameter of a model; see [Note: hidden matrices].
+    """Decides the algorithm of every parameter of a model; see [Note: hidden matrices].
 
-    Collective: no. The model may be sharded already.
+    Collective: no.
 
     Args:
-        tree: the model.
-        overrides: what the user decides.
+        tree: the model, sharded or not.
+        overrides: globs of the user, which come first.
 
     Returns:
         The choice by id of the parameter.
@@ -212,55 +212,55 @@ def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, MatrixChoice]:
     heads = {id(param) for head in output_heads(tree) for param in head.parameters()}
     memory = tree.weight_of
     names: dict[int, list[str]] = defaultdict(list)
-    # A module that is registered twice is one place.
-    places: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    # A module that is registered twice has one slot.
+    slots: dict[int, set[tuple[int, str]]] = defaultdict(set)
     for ref in tree.params:
         names[id(ref.param)].append(ref.name)
         module = tree.paths[ref.path_index].module
-        places[memory[id(ref.param)]].add((id(module), ref.name.rpartition(".")[2]))
-    found: dict[int, MatrixChoice] = {}
+        slots[memory[id(ref.param)]].add((id(module), ref.name.rpartition(".")[2]))
+    choices: dict[int, MatrixChoice] = {}
     for ref in tree.params:
-        key, param, entry = id(ref.param), ref.param, tree.paths[ref.path_index]
-        if key in found:
+        key, param, node = id(ref.param), ref.param, tree.paths[ref.path_index]
+        if key in choices:
             continue
-        path, kind = ref.name.split("."), _classes(entry.module)
+        path, classes = ref.name.split("."), _classes(node.module)
         reasons = {
             "vector": param.ndim < 2,
             "vector in the shape of a matrix": _is_vector(param),
             "no matrix": param.ndim > 3,
-            "tied": len(places[memory[key]]) > 1,
-            "embedding": isinstance(entry.module, nn.Embedding | nn.EmbeddingBag)
-            or "embedding" in kind,
+            "tied": len(slots[memory[key]]) > 1,
+            "embedding": isinstance(node.module, nn.Embedding | nn.EmbeddingBag)
+            or "embedding" in classes,
             "head": key in heads,
-            "router": "router" in kind,
-            "norm": "norm" in kind,
+            "router": "router" in classes,
+            "norm": "norm" in classes,
         }
         first = next((reason for reason, holds in reasons.items() if holds), "")
         reason = first or _excluded_by_name(path, param)
-        if not reason and not _multiplies(path, param, entry.module, kind):
+        if not reason and not _multiplies(path, param, node.module, classes):
             reason = "no layer that is known to multiply"
-        around = tree.paths[entry.parent].module if entry.parent >= 0 else None
-        layout = functools.partial(_layout, path, param, entry.module, around)
-        found[key] = overrides.choice(names[key], param, reason, layout)
-    return found
+        parent = tree.paths[node.parent].module if node.parent >= 0 else None
+        layout = functools.partial(_layout, path, param, node.module, parent)
+        choices[key] = overrides.choice(names[key], param, reason, layout)
+    return choices
 
 
 def choose_by_names(
     named: Iterable[tuple[str, Tensor]], overrides: Overrides
 ) -> dict[int, MatrixChoice]:
-    """Decides without the model, by names and shapes: a module's class says more.
+    """Decides the algorithm of parameters by names and shapes alone, without their modules.
 
     Raises:
         PlanError: as `choose`.
     """
     named = list(named)
     overrides.check([name for name, _ in named])
-    found: dict[int, MatrixChoice] = {}
+    choices: dict[int, MatrixChoice] = {}
     for name, param in named:
         is_matrix = param.ndim == 2 and not _is_vector(param)
         reason = _excluded_by_name(name.split("."), param) if is_matrix else "no matrix"
-        found[id(param)] = overrides.choice([name], param, reason, MatrixLayout)
-    return found
+        choices[id(param)] = overrides.choice([name], param, reason, MatrixLayout)
+    return choices
 
 
 def _is_vector(param: Tensor) -> bool:
@@ -268,19 +268,19 @@ def _is_vector(param: Tensor) -> bool:
 
 
 def _excluded_by_name(path: Sequence[str], param: Tensor) -> str:
-    """Returns why a parameter is no hidden matrix, by its name; empty if that does not say it."""
+    """Returns why a parameter's name says that it is no hidden matrix; empty if it does not."""
     for reason, words in _NOT_HIDDEN.items():
         if any(map(words.fullmatch, path)):
             return reason
     layer = path[-2] if len(path) > 1 else path[-1]
-    # Else it is a part of a feed-forward network.
+    # Other gates are a part of a feed-forward network.
     if layer == "gate" and param.ndim == 2 and param.shape[0] < param.shape[1]:
         return "router"
     return "norm" if "norm" in layer.lower() else ""
 
 
 def _multiplies(path: Sequence[str], param: Tensor, module: nn.Module, kind: str) -> bool:
-    """Whether a module is known to multiply by this parameter."""
+    """Says whether a module is known to multiply by this parameter."""
     leaf = path[-1]
     if param.ndim == 3:
         in_layer = any(word in kind for word in ("expert", "moe", "mlp", "glu"))
@@ -296,13 +296,13 @@ def _multiplies(path: Sequence[str], param: Tensor, module: nn.Module, kind: str
 
 
 def _classes(module: nn.Module) -> str:
-    """Names of the classes of a module in small letters; FSDP puts one of its own before them."""
+    """Returns names of a module's classes in small letters; the first may be FSDP's."""
     kinds = [kind for kind in type(module).__mro__[:3] if kind is not nn.Module]
     return " ".join(kind.__name__ for kind in kinds).lower()
 
 
-def _layout(path: Sequence[str], param: Tensor, module: nn.Module, around: Any) -> MatrixLayout:
-    """How a matrix is stored, and of which others it is made."""
+def _layout(path: Sequence[str], param: Tensor, module: nn.Module, parent: Any) -> MatrixLayout:
+    """Returns how a parameter stores its matrices."""
     *parts, leaf = path
     if param.ndim == 3:
         return _layout_of_list(leaf, param, module)
@@ -313,7 +313,7 @@ def _layout(path: Sequence[str], param: Tensor, module: nn.Module, around: Any) 
         return MatrixLayout((outputs // experts,) * experts)
     raw = leaf in (*_QKV, *_GATE_UP)
     layer = leaf if raw or not parts else parts[-1]
-    beside = module if raw else around
+    beside = module if raw else parent
     sizes, turns = None, _turns(layer, outputs, beside)
     if layer in _QKV or turns:
         sizes = _attention(outputs, beside)
@@ -326,7 +326,7 @@ def _layout(path: Sequence[str], param: Tensor, module: nn.Module, around: Any) 
 
 
 def _turns(layer: str, outputs: int, beside: Any) -> int:
-    """How many turns query, key and value take in a joined layer; 0 if that is not known."""
+    """Returns the turns of query, key and value in a joined layer; 0 if they are not known."""
     kinds = [cls.__name__ for cls in type(beside).__mro__ if cls.__name__ in _BY_TURNS]
     joined, of = _BY_TURNS[kinds[0]] if kinds else ("", 1)
     if layer != joined:
@@ -339,7 +339,7 @@ def _turns(layer: str, outputs: int, beside: Any) -> int:
 
 
 def _attention(outputs: int, beside: Any) -> tuple[int, ...] | None:
-    """Outputs of query, key and value: those of the query are inputs of the layer after it."""
+    """Returns outputs of query, key and value: the layer after takes those of the query."""
     if any(hasattr(beside, name) for name in ("q_attn", "q_proj")):  # keys and values alone
         return (outputs // 2, outputs // 2) if outputs % 2 == 0 else None
     query = _inputs(beside, _AFTER_ATTENTION)
@@ -349,10 +349,10 @@ def _attention(outputs: int, beside: Any) -> tuple[int, ...] | None:
     return (outputs // 3,) * 3 if outputs % 3 == 0 else None
 
 
-def _inputs(around: Any, names: Iterable[str]) -> int | None:
-    """Inputs of the first layer of these names."""
+def _inputs(module: Any, names: Iterable[str]) -> int | None:
+    """Returns the number of inputs of the first layer with one of these names."""
     for name in names:
-        layer = getattr(around, name, None)
+        layer = getattr(module, name, None)
         weight = getattr(layer, "weight", None)
         if isinstance(layer, nn.Module) and isinstance(weight, Tensor) and weight.ndim == 2:
             return weight.shape[0 if "conv1d" in _classes(layer) else 1]
@@ -360,7 +360,10 @@ def _inputs(around: Any, names: Iterable[str]) -> int | None:
 
 
 def _layout_of_list(leaf: str, param: Tensor, module: nn.Module) -> MatrixLayout:
-    """Experts are `(experts, out, in)` or `(experts, in, out)`; the shapes of two tell which."""
+    """Returns the layout of experts, `(experts, out, in)` or `(experts, in, out)`.
+
+    The shapes of two parameters tell which.
+    """
     up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not isinstance(up, Tensor) or not isinstance(down, Tensor) or up.ndim != 3:
         return MatrixLayout()
@@ -375,13 +378,13 @@ def _layout_of_list(leaf: str, param: Tensor, module: nn.Module) -> MatrixLayout
 # --- Values of groups. ---
 
 
-def globs(given: str | Sequence[str]) -> tuple[str, ...]:
+def globs(patterns: str | Sequence[str]) -> tuple[str, ...]:
     """Returns a list of globs; a single one may be written without a list."""
-    return (given,) if isinstance(given, str) else tuple(given)
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def entries_of(group: Mapping[str, Any]) -> list[tuple[Tensor, str]]:
-    """Returns parameters with their names, empty where there are none."""
+    """Returns (parameter, name) of a group; names are empty if the group has none."""
     names = group.get("param_names") or [""] * len(group["params"])
     return list(zip(group["params"], names, strict=True))
 
@@ -394,10 +397,10 @@ def with_entries(group: Mapping[str, Any], entries: Iterable[tuple[Tensor, str]]
 
 
 def check_values(group: Mapping[str, Any]) -> None:
-    """Refuses values that cannot be computed with, all at once.
+    """Refuses wrong values of settings, all at once.
 
     Raises:
-        ConfigError: with what to write.
+        ConfigError: naming each setting.
     """
 
     def is_number(value: Any) -> bool:
@@ -419,10 +422,10 @@ def check_values(group: Mapping[str, Any]) -> None:
         "algorithm": ("muon", "adamw"),
     }
     problems += [
-        f"{key}: {group[key]!r} is invalid. Expected {', '.join(known)}."
-        f"{nearest(str(group[key]), known)}"
-        for key, known in words.items()
-        if group[key] not in known and not (key == "algorithm" and group[key] is None)
+        f"{key}: {group[key]!r} is invalid. Expected {', '.join(expected)}."
+        f"{nearest(str(group[key]), expected)}"
+        for key, expected in words.items()
+        if group[key] not in expected and not (key == "algorithm" and group[key] is None)
     ]
     if problems:
         raise ConfigError("Muon cannot step with these settings:\n" + "\n".join(problems))
@@ -431,8 +434,12 @@ def check_values(group: Mapping[str, Any]) -> None:
 def check_matrices(entries: Sequence[tuple[Tensor, str]], number: int) -> None:
     """Refuses vectors in a group of Muon.
 
+    Args:
+        entries: (parameter, name) of the group.
+        number: index of the group in the optimizer.
+
     Raises:
-        PlanError: with what to write.
+        PlanError: naming the vectors.
     """
     wrong = [
         f"{name!r} {tuple(param.shape)}" if name else f"parameter {index} {tuple(param.shape)}"
@@ -442,13 +449,13 @@ def check_matrices(entries: Sequence[tuple[Tensor, str]], number: int) -> None:
     if not wrong:
         return
     shown = listed(wrong, 10, "")
-    found = (
+    problem = (
         f"Group {number} mixes both algorithms: it says algorithm: muon and holds, beside matrices,"
         if len(wrong) < len(entries)
         else f"Group {number} gives to Muon what is no matrix:"
     )
     raise PlanError(
-        f"{found} {shown}. Muon orthogonalises matrices, or a list of them in three dimensions. "
+        f"{problem} {shown}. Muon orthogonalises matrices, or a list of them in three dimensions. "
         "Move them to a group with algorithm: adamw, or leave `algorithm` out to have the group "
         "divided."
     )

@@ -1,4 +1,4 @@
-"""Newton-Schulz: the nearest orthogonal matrix, nearly, by products of matrices alone.
+"""Computes nearly the nearest orthogonal matrix by products of matrices alone: Newton-Schulz.
 
 Source: Keller Jordan, Muon: An optimizer for hidden layers in neural networks,
 https://kellerjordan.github.io/posts/muon/; learning rates of Liu et al., Muon is Scalable for LLM
@@ -30,7 +30,7 @@ class MatrixLayout:
     transposed: bool = False
     """whether it is stored `(in, out)`"""
     turns: int = 1
-    """how many turns the blocks take there, with a part of each in every turn, such as a head"""
+    """turns that the blocks take along the outputs, with a part of each block, such as a head"""
 
     @property
     def axis(self) -> int:
@@ -47,13 +47,19 @@ class MatrixLayout:
 def orthogonalise(
     matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """Returns the matrix made orthogonal, or each of a list of them; what is given stays.
+    """Returns a new, nearly orthogonal matrix; of a list of matrices, a list of them.
 
     Matrices go one by one: a product of several at once may round another way, and how many a rank
     has depends on the number of ranks.
+
+    Args:
+        matrix: (outputs, inputs) or transposed, or (matrices, outputs, inputs).
+        coefficients: factors of x, x x^T x and (x x^T)^2 x.
+        steps: iterations.
+        eps: least norm that the matrix is divided by.
     """
     if matrix.ndim > 2:
-        return torch.stack([orthogonalise(one, coefficients, steps, eps) for one in matrix])
+        return torch.stack([orthogonalise(single, coefficients, steps, eps) for single in matrix])
     a, b, c = coefficients
     x = matrix.clone(memory_format=torch.contiguous_format)
     tall = x.size(0) > x.size(1)

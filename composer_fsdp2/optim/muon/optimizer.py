@@ -1,13 +1,14 @@
 """Muon for sharded models: one optimizer with two algorithms.
 
-Hidden matrices get orthogonalised momentum, everything else AdamW. What a matrix becomes is
-computed from the whole matrix in one place, so that it is the same on any number of ranks; see
-[Note: exchange] in `optim.muon.exchange`.
+Hidden matrices get orthogonalised momentum, all other parameters AdamW. A matrix is orthogonalised
+in full on one rank, so that the result is the same on any number of ranks; see [Note: exchange] in
+`optim.muon.exchange`.
 
-[Note: undecided groups] `model.parameters()` does not say which matrices are hidden ones. A group
-of it is divided by shape at once, into what may be a matrix and what cannot, and when the model is
-known, embeddings and the like move from the first to the second. So the number of groups stays, one
-of which may be empty: Composer builds learning rate schedules, which go by it, in between.
+[Note: undecided groups] `model.parameters()` does not say which matrices are hidden. A group of it
+is divided by shape at once, into parameters that may be matrices and vectors, and when the model is
+known, embeddings and the like move from the first group to the second. So the number of groups
+stays, one of which may be empty: Composer builds learning rate schedules, which go by it, in
+between.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ class Muon(MatrixOptimizer):
         params: a module, parameters, named parameters, or groups, each of which may say
             `algorithm: muon` or `adamw`, and `blocks`.
         lr: learning rate of both algorithms.
-        weight_decay: of both; decoupled, times the learning rate, as in AdamW.
-        momentum: of Muon: how much of the average stays.
+        weight_decay: of both algorithms; decoupled, times the learning rate, as in AdamW.
+        momentum: share of Muon's average that stays in a step.
         nesterov: whether Muon looks one step ahead.
-        ns_coefficients: of Newton-Schulz, three numbers.
+        ns_coefficients: three numbers of Newton-Schulz.
         eps: least norm that Newton-Schulz divides by.
         ns_steps: how often Newton-Schulz is iterated.
         adjust_lr_fn: how the shape of a matrix changes its learning rate: `match_rms_adamw` lets
@@ -79,15 +80,15 @@ class Muon(MatrixOptimizer):
         iteration_dtype: `bf16` or `fp32`, in which matrices also travel.
         adamw_lr: learning rate of AdamW; that of Muon by default.
         adamw_weight_decay: of AdamW; that of Muon by default.
-        adamw_betas: of AdamW.
-        adamw_eps: of AdamW.
+        adamw_betas: decay of AdamW's two averages.
+        adamw_eps: is added to the root that AdamW divides by.
         muon: globs of parameters that get Muon whatever they are.
         adamw: globs of parameters that get AdamW whatever they are.
         blocks: matrices that are joined in one parameter, by glob: their number, or the outputs of
             each; `null` for one matrix; `{turns: 8, outputs: [4, 2, 2]}` for eight times four
             outputs of the first, two of the second and two of the third. Those of `Wqkv`,
             `qkv_proj`, `query_key_value`, `gate_up_proj` and their like are known.
-        bucket_bytes: what a rank holds of whole matrices at a time; one matrix at least.
+        bucket_bytes: size of full matrices on a rank at a time; one matrix at least.
 
     Raises:
         ConfigError: for a wrong value.
@@ -142,28 +143,28 @@ class Muon(MatrixOptimizer):
             "adamw_betas": tuple(adamw_betas),
             "adamw_eps": adamw_eps,
         }
-        own = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
-        self._for_adamw = {key: value for key, value in own.items() if value is not None}
+        adamw_settings = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
+        self._for_adamw = {key: value for key, value in adamw_settings.items() if value is not None}
         self._overrides = Overrides(globs(muon), globs(adamw), dict(blocks or {}))
         self._bucket_bytes = bucket_bytes
         self._layouts: list[list[MatrixLayout]] = []
-        """of the parameters of each group, in their order"""
+        """for each group the layouts of its parameters, in their order"""
         self._layout_of: dict[Tensor, MatrixLayout] = {}
-        """of each parameter, from the first step on: sharding exchanges parameters before it"""
+        """layouts by parameter, from the first step on: sharding exchanges parameters before it"""
         is_model = isinstance(params, nn.Module)
         super().__init__(params.parameters() if is_model else params, defaults)
         if is_model:
             planned = self.plan_groups(ModuleTree.read(params))
             # No schedule goes by the number of groups yet.
-            kept = [number for number, group in enumerate(planned.groups) if group["params"]]
-            planned.groups = [planned.groups[number] for number in kept]
-            planned.layouts = [planned.layouts[number] for number in kept]
+            filled = [number for number, group in enumerate(planned.groups) if group["params"]]
+            planned.groups = [planned.groups[number] for number in filled]
+            planned.layouts = [planned.layouts[number] for number in filled]
             self.assign_groups(planned)
 
     # --- Groups. ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; one without an algorithm is divided when the model is known.
+        """Adds a group; a group without an algorithm is divided when the model is known.
 
         Collective: no.
 
@@ -190,10 +191,10 @@ class Muon(MatrixOptimizer):
         layouts = [MatrixLayout()] * len(entries)
         if group["algorithm"] is None:
             # See [Note: undecided groups].
-            matrices = with_entries(group, [entry for entry in entries if entry[0].ndim > 1])
-            others = with_entries(group, [entry for entry in entries if entry[0].ndim < 2])
+            matrices = with_entries(group, [pair for pair in entries if pair[0].ndim > 1])
+            others = with_entries(group, [pair for pair in entries if pair[0].ndim < 2])
             others.update(for_adamw, algorithm="adamw")
-            # Both, where there may be matrices.
+            # Both groups, where there may be matrices.
             parts = [part for part in (matrices, others) if matrices["params"] or part["params"]]
         elif group["algorithm"] == "adamw":
             group.update(for_adamw)
@@ -214,13 +215,13 @@ class Muon(MatrixOptimizer):
                 self._layout_of.update(zip(part["params"], layouts, strict=False))
 
     def plan_groups(self, tree: ModuleTree) -> PlannedGroups:
-        """Settles what every parameter gets, and changes nothing. Collective: no.
+        """Returns the groups that the model's parameters will have. Collective: no.
 
         Args:
-            tree: of the model whose parameters it holds; sharded or not.
+            tree: the model of the optimizer's parameters, sharded or not.
 
         Returns:
-            What `assign_groups` takes; as text, for ranks to compare.
+            Groups for `assign_groups`, with a text for ranks to compare.
 
         Raises:
             PlanError: for globs that match nothing, and for a vector that is to be a matrix.
@@ -232,7 +233,7 @@ class Muon(MatrixOptimizer):
         """Settles which parameters are hidden matrices, where that is still open. Collective: no.
 
         Args:
-            model: whose parameters it holds.
+            model: of the optimizer's parameters.
         """
         if any(group["algorithm"] is None for group in self.param_groups):
             self.assign_groups(self.plan_groups(ModuleTree.read(model)))
@@ -241,28 +242,28 @@ class Muon(MatrixOptimizer):
         """Gives every parameter its algorithm. Collective: no.
 
         Args:
-            planned: by `plan_groups`, with the parameters that it holds now.
+            planned: from `plan_groups`, since when parameters are the same objects.
         """
         self._layouts, self._layout_of = planned.layouts, {}
         self.param_groups[:] = planned.groups
 
     def _plan(self, choices: Mapping[int, MatrixChoice], names: Mapping[int, str]) -> PlannedGroups:
-        """Groups as they will be, each of one algorithm."""
+        """Returns groups of one algorithm each."""
         hidden = {key for key, choice in choices.items() if choice.algorithm == "muon"}
         groups = list(self.param_groups)
         for number, group in enumerate(groups):
             if group["algorithm"] is None:
-                # The group after it gets what is no hidden matrix; see [Note: undecided groups].
+                # The group after it gets the other parameters; see [Note: undecided groups].
                 entries = entries_of(group)
-                matrices = [entry for entry in entries if id(entry[0]) in hidden]
-                others = [entry for entry in entries if id(entry[0]) not in hidden]
+                matrices = [pair for pair in entries if id(pair[0]) in hidden]
+                others = [pair for pair in entries if id(pair[0]) not in hidden]
                 others += entries_of(groups[number + 1])
                 groups[number] = {**with_entries(group, matrices), "algorithm": "muon"}
                 groups[number + 1] = with_entries(groups[number + 1], others)
         layout_of = {key: choice.layout for key, choice in choices.items()}
         for group, layouts in zip(self.param_groups, self._layouts, strict=True):
             pairs = zip(group["params"], layouts, strict=True)
-            # What a group itself says counts.
+            # Blocks that a group itself says come first.
             layout_of.update((id(p), layout) for p, layout in pairs if layout != MatrixLayout())
         layouts = [[layout_of.get(id(p), MatrixLayout()) for p in g["params"]] for g in groups]
         lines = [f"buckets of {self._bucket_bytes} bytes a rank"]
@@ -276,7 +277,7 @@ class Muon(MatrixOptimizer):
         return PlannedGroups(groups, layouts, "\n".join(lines))
 
     def _decide_by_names(self) -> None:
-        """Divides what is not divided yet, as well as it can be without the model."""
+        """Decides groups that are still undecided by names, without the model."""
         undecided = [group for group in self.param_groups if group["algorithm"] is None]
         if any("param_names" not in group for group in undecided):
             raise PlanError(
@@ -296,17 +297,17 @@ class Muon(MatrixOptimizer):
             self.assign_groups(self._plan(choose_by_names(named, self._overrides), {}))
 
     def _follow_parameters(self) -> None:
-        """Keeps layouts with their parameters when some leave a group, as `LayerFreezing` has it.
+        """Keeps layouts with their parameters when some leave a group, as in `LayerFreezing`.
 
         Raises:
-            PlanError: a group that lost parameters before the first step, or got some.
+            PlanError: a group lost parameters before the first step, or got new ones.
         """
-        held = [group["params"] for group in self.param_groups]
+        group_params = [group["params"] for group in self.param_groups]
         if not self._layout_of:
-            for params, layouts in zip(held, self._layouts, strict=True):
+            for params, layouts in zip(group_params, self._layouts, strict=True):
                 if len(params) == len(layouts):
                     self._layout_of.update(zip(params, layouts, strict=True))
-        for number, params in enumerate(held):
+        for number, params in enumerate(group_params):
             if any(param not in self._layout_of for param in params):
                 raise PlanError(
                     f"Group {number} of Muon has {len(params)} parameters and was given "
@@ -322,17 +323,17 @@ class Muon(MatrixOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Steps every parameter that has a gradient.
 
-        Collective: yes, over the mesh of sharded matrices. Ranks have gradients for the same ones,
-        which `unused_parameters` sees to.
+        Collective: yes, over the mesh of sharded matrices. Ranks need gradients for the same
+        matrices, which `unused_parameters` sees to.
 
         Args:
             closure: computes the loss anew.
 
         Returns:
-            What the closure returned.
+            The loss of the closure.
 
         Raises:
-            PlanError: it is not known yet which parameters are hidden matrices.
+            PlanError: the hidden matrices are not known yet.
         """
         loss = None
         if closure is not None:
@@ -348,7 +349,7 @@ class Muon(MatrixOptimizer):
             keys = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq")
             for param in group["params"]:
                 if not self.state.get(param) and (param.requires_grad or param.grad is not None):
-                    # That of all at once: a checkpoint asks every rank for the same keys.
+                    # For all parameters at once: a checkpoint asks every rank for the same keys.
                     count = {} if is_muon else {"step": torch.zeros((), dtype=torch.float32)}
                     self.state[param] = {**count, **{key: torch.zeros_like(param) for key in keys}}
             if not is_muon:
@@ -371,18 +372,18 @@ class Muon(MatrixOptimizer):
         return loss
 
     def _step_adamw(self, group: Mapping[str, Any]) -> None:
-        held = [
+        updates = [
             (param, grad, self.state[param])
             for param in group["params"]
             if (grad := local_gradient(param)) is not None
         ]
         adamw(
-            [local_part(param) for param, _, _ in held],
-            [grad for _, grad, _ in held],
-            [local_part(state["exp_avg"]) for _, _, state in held],
-            [local_part(state["exp_avg_sq"]) for _, _, state in held],
+            [local_part(param) for param, _, _ in updates],
+            [grad for _, grad, _ in updates],
+            [local_part(state["exp_avg"]) for _, _, state in updates],
+            [local_part(state["exp_avg_sq"]) for _, _, state in updates],
             [],
-            [state["step"] for _, _, state in held],
+            [state["step"] for _, _, state in updates],
             amsgrad=False,
             beta1=group["adamw_betas"][0],
             beta2=group["adamw_betas"][1],
@@ -393,7 +394,7 @@ class Muon(MatrixOptimizer):
         )
 
     def _momentum(self, group: Mapping[str, Any], param: Tensor, grad: Tensor) -> Tensor:
-        """Takes a gradient into the momentum, decays the weight, and returns what is next."""
+        """Returns the update to orthogonalise. Updates the momentum and decays the weight."""
         average = local_part(self.state[param]["momentum_buffer"])
         grad = grad.to(average.dtype)
         average.lerp_(grad, 1 - group["momentum"])
@@ -413,40 +414,40 @@ class Muon(MatrixOptimizer):
         def apply(part: MatrixPart, result: Tensor) -> None:
             update = updates[part.matrix.param]
             *_, rows, columns = part.matrix.shape
-            sizes = (columns, rows) if update.division.layout.transposed else (rows, columns)
+            sizes = (columns, rows) if update.split.layout.transposed else (rows, columns)
             ratio = lr_ratio(update.group["adjust_lr_fn"], *sizes)
-            result, target = result.to(update.local.device), update.local[part.here]
+            result, target = result.to(update.local.device), update.local[part.shard_index]
             target.add_(result, alpha=-float(update.group["lr"]) * ratio)
-            if not isinstance(part.here[0], slice):  # a copy
-                update.local[part.here] = target
+            if not isinstance(part.shard_index[0], slice):  # a copy
+                update.local[part.shard_index] = target
 
         with values_known():
             ranks, process_group = (Ranks(), None) if mesh is None else ranks_of(mesh, axes)
-            exchange = plan_exchange(tuple(update.division for update in updates), ranks, limit)
+            exchange = plan_exchange(tuple(update.split for update in updates), ranks, limit)
         shards = [update.update for update in updates]
         if mesh is not None:
-            # Of the mesh, not of the shard: with cpu_offload that one is in CPU memory.
+            # The device of the mesh: with cpu_offload the shard is in CPU memory.
             shards = [shard.to(mesh.device_type) for shard in shards]
         exchange.run(shards, process_group, orthogonal, apply)
 
     # --- Copies. ---
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from a state. Collective: no.
+        """Continues from a state dict. Collective: no.
 
         Args:
             state_dict: of an optimizer with the same groups.
         """
         # torch's checkpoints lose the settings of groups that have no parameters.
-        own = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        own += [{}] * len(state_dict["param_groups"])
+        current = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        current += [{}] * len(state_dict["param_groups"])
         groups = state_dict["param_groups"]
-        groups = [{**settings, **group} for settings, group in zip(own, groups, strict=False)]
+        groups = [{**settings, **group} for settings, group in zip(current, groups, strict=False)]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_for_adamw", "_overrides", "_bucket_bytes", "_layouts")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        attributes = ("_for_adamw", "_overrides", "_bucket_bytes", "_layouts")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in attributes}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -460,18 +461,20 @@ class _Update:
     local: Tensor
     """this rank's shard of the parameter"""
     update: Tensor
-    """of the shard, in the dtype of the iteration"""
-    division: MatrixSplit
+    """in the shape of the shard and the dtype of the iteration"""
+    split: MatrixSplit
     group: Mapping[str, Any]
 
 
 def _divided_by(param: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """The axes of a mesh that divide a parameter; no mesh if every rank has all of it."""
+    """Returns the mesh axes that divide a parameter; no mesh if every rank has the full one."""
     if not isinstance(param, DTensor):
         return None, ()
-    placed = enumerate(param.placements)
-    axes = tuple(axis for axis, place in placed if getattr(place, "dim", None) is not None)
-    if any(place.is_partial() for place in param.placements):
+    placements = enumerate(param.placements)
+    axes = tuple(
+        axis for axis, placement in placements if getattr(placement, "dim", None) is not None
+    )
+    if any(placement.is_partial() for placement in param.placements):
         raise PlanError(
             f"A parameter of shape {tuple(param.shape)} is placed as {param.placements}. Muon "
             "brings together matrices that are divided, not terms of a sum. Give it to AdamW "

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_fsdp2.optim.muon.exchange import (
+    AllToAll,
     Matrix,
     MatrixExchange,
     MatrixPart,
     MatrixSplit,
     Ranks,
-    Way,
     plan_exchange,
 )
 from composer_fsdp2.optim.muon.newton_schulz import MatrixLayout
@@ -61,7 +61,7 @@ def shards_of(values: list[torch.Tensor], params: tuple[MatrixSplit, ...], shard
     return found
 
 
-def carry(ways: list[Way], values: list[list[list[torch.Tensor]]]):
+def carry(ways: list[AllToAll], values: list[list[list[torch.Tensor]]]):
     """What an all-to-all gives every rank: the parts, with what the others send for them."""
     received = []
     for rank, way in enumerate(ways):
@@ -78,7 +78,7 @@ def carry(ways: list[Way], values: list[list[list[torch.Tensor]]]):
 def assembled(parts: list[tuple[MatrixPart, torch.Tensor]]) -> dict[Matrix, torch.Tensor]:
     wholes = {part.matrix: torch.zeros(part.matrix.shape) for part, _ in parts}
     for part, value in parts:
-        wholes[part.matrix][part.there] = value
+        wholes[part.matrix][part.matrix_index] = value
     return wholes
 
 
@@ -92,8 +92,8 @@ def run_all(params: list[MatrixSplit], ranks: list[Ranks], limit: int) -> list[M
 
     def put(rank: int, part: MatrixPart, value: torch.Tensor) -> None:
         target = results[rank][part.matrix.param]
-        assert target[part.here].isnan().all()
-        target[part.here] = value
+        assert target[part.shard_index].isnan().all()
+        target[part.shard_index] = value
 
     def double(matrix: Matrix, whole: torch.Tensor) -> torch.Tensor:
         index = torch.meshgrid(*matrix.positions, indexing="ij")
@@ -104,11 +104,11 @@ def run_all(params: list[MatrixSplit], ranks: list[Ranks], limit: int) -> list[M
     for rank, exchange in enumerate(planned):
         for part in exchange.local:
             shard = held[rank][part.matrix.param]
-            put(rank, part, double(part.matrix, shard[part.here]))
+            put(rank, part, double(part.matrix, shard[part.shard_index]))
     for ways in zip(*(exchange.buckets for exchange in planned), strict=True):
         there, back = zip(*ways, strict=True)
         sent = [
-            [[own[part.matrix.param][part.here] for part in parts] for parts in way.send]
+            [[own[part.matrix.param][part.shard_index] for part in parts] for parts in way.send]
             for way, own in zip(there, held, strict=True)
         ]
         done = [
@@ -116,7 +116,7 @@ def run_all(params: list[MatrixSplit], ranks: list[Ranks], limit: int) -> list[M
             for parts in carry(list(there), sent)
         ]
         sent = [
-            [[own[part.matrix][part.there] for part in parts] for parts in way.send]
+            [[own[part.matrix][part.matrix_index] for part in parts] for parts in way.send]
             for way, own in zip(back, done, strict=True)
         ]
         for rank, parts in enumerate(carry(list(back), sent)):
@@ -198,7 +198,7 @@ def collectives(planned: MatrixExchange) -> int:
     return sum(way.starts for ways in planned.buckets for way in ways)
 
 
-def owned(ways: tuple[Way, Way]) -> list[Matrix]:
+def owned(ways: tuple[AllToAll, AllToAll]) -> list[Matrix]:
     return list(dict.fromkeys(part.matrix for parts in ways[0].receive for part in parts))
 
 

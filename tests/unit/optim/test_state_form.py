@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_fsdp2.optim.codec import BLOCK, ShardPlace, StateFormat, Stored, decode, encode
+from composer_fsdp2.optim.codec import BLOCK, ShardPosition, StateFormat, Stored, decode, encode
 
 FORMS: tuple[StateFormat, ...] = ("bf16", "signed", "unsigned")
 
@@ -31,8 +31,8 @@ def kept(
     return encode(form, value, place_of(value, first), step, key)
 
 
-def place_of(value: torch.Tensor, first: int = 0) -> ShardPlace:
-    return ShardPlace(len(value), value.shape[1], first, value.shape[1])
+def place_of(value: torch.Tensor, first: int = 0) -> ShardPosition:
+    return ShardPosition(len(value), value.shape[1], first, value.shape[1])
 
 
 def back(stored: Stored) -> torch.Tensor:
@@ -176,6 +176,6 @@ def test_one_own_form_is_a_copy():
 
 
 def test_an_accelerator_converts_many_elements_at_a_time():
-    place = ShardPlace(2**13, 2**10, 0, 2**10)
+    place = ShardPosition(2**13, 2**10, 0, 2**10)
     counts = {kind: len([*place.chunks(torch.device(kind))]) for kind in ("cpu", "cuda", "xpu")}
     assert counts == {"cpu": 128, "cuda": 1, "xpu": 1}
