@@ -1,6 +1,6 @@
-"""Exchanges of tensors between ranks, with the exchange of their gradients in backward.
+"""Exchanges tensors between ranks, and their gradients in backward.
 
-Not torch's own, whose results leak where a block is computed again in backward:
+Not by torch's own, whose results leak where a block is computed again in backward:
 https://github.com/pytorch/pytorch/issues/161186
 """
 
@@ -19,8 +19,8 @@ class _ThereAndBack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        given, there, ctx.back = args
-        return there(given)
+        tensor, there, ctx.back = args
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -28,16 +28,16 @@ class _ThereAndBack(torch.autograd.Function):
 
 
 def exchange_tensor(
-    given: torch.Tensor,
+    tensor: torch.Tensor,
     there: Callable[[torch.Tensor], torch.Tensor],
     back: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Returns what an exchange makes of a tensor. Collective: as both functions are.
+    """Returns the result of an exchange, through which gradients go back. Collective: as both are.
 
     Args:
-        given: of this rank.
-        there: the exchange; the graph keeps what it holds.
-        back: returns the gradient of `given`, from that of the result.
+        tensor: this rank's input of `there`.
+        there: the exchange; the graph keeps the function and all that it refers to.
+        back: returns the gradient of `tensor`, from that of the result.
     """
-    found: Any = _ThereAndBack.apply(given, there, back)
-    return found
+    result: Any = _ThereAndBack.apply(tensor, there, back)
+    return result

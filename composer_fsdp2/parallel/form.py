@@ -70,13 +70,13 @@ _FORM = "_fsdp2_form"
 
 
 def _is_strided(placement: Placement) -> bool:
-    """Whether an axis divides what the axes to its right have divided before."""
+    """Says whether an axis divides rows that the axes to its right have divided before."""
     # The class is private: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/tensor/placement_types.py#L375
     return hasattr(placement, "split_factor")
 
 
 def cut_in_order(placements: Sequence[Placement]) -> list[int]:
-    """Returns the axes of a mesh, those first that divide what others divide once more."""
+    """Returns the axes of a mesh in the order in which they cut a tensor."""
     return sorted(range(len(placements)), key=lambda axis: _is_strided(placements[axis]))
 
 
@@ -122,7 +122,7 @@ def group_dividing(param: object) -> dist.ProcessGroup | None:
 
 
 class ParameterForm:
-    """The form of a parameter as FSDP2 alone shards it, or of one that is not sharded.
+    """The form of a parameter as FSDP2 alone shards it, or of a parameter that is not sharded.
 
     Its subclasses are the forms that tensor and expert parallelism leave behind.
     """
@@ -161,8 +161,8 @@ class ParameterForm:
         """Returns where in the model's order each row along a dimension lies; -1 is padding.
 
         Args:
-            dim: of the sharded tensor.
-            size: of the dimension, without padding.
+            dim: a dimension of the sharded tensor.
+            size: rows along the dimension, without padding.
         """
         del dim
         return torch.arange(size)
@@ -194,7 +194,7 @@ class ParameterForm:
         """Returns this rank's part of a full tensor that every rank has. Collective: no.
 
         Args:
-            full: on any device.
+            full: in the model's shape, on any device.
             like: a tensor of this form, for mesh, placements and device; on meta, the part stays
                 where the full tensor is.
         """
@@ -370,7 +370,7 @@ class ExpertMesh:
     remote: DeviceMesh
     """some rank that is not this one"""
     groups: tuple[dist.ProcessGroup, ...]
-    """over which sums over all experts of a layer are taken"""
+    """process groups over which a sum over all experts of a layer is reduced"""
 
     @property
     def degree(self) -> int:
@@ -439,7 +439,7 @@ class ExpertForm(ParameterForm):
 
     @torch.no_grad()
     def full(self, value: torch.Tensor | None) -> torch.Tensor | None:
-        """Sends what the owner has to every rank of the group, into memory of its own."""
+        """Sends the owner's tensor to every rank of the group, into memory of its own."""
         if self.dim is None:
             return _broadcast(self.mesh, self.owner, value)
         slices = [_broadcast(self.mesh, rank, value) for rank in range(self.mesh.degree)]

@@ -103,7 +103,7 @@ def are_whole() -> bool:
 
 
 def untried_items(items: Iterable[Any]) -> Iterator[str]:
-    """Yields the names of those of Composer and LLM Foundry that are not in `TRIED`."""
+    """Yields names of callbacks and algorithms of Composer and LLM Foundry not in `TRIED`."""
     for item in items:
         kind = type(item)
         theirs = kind.__module__.startswith(("composer.", "llmfoundry."))
@@ -117,15 +117,15 @@ class GroupSizes:
 
     mesh: str
     layers: int
-    """that are divided"""
+    """layers that are divided"""
     divided: int
     """elements of their parameters, over all ranks"""
     elements: int
-    """of the model"""
+    """elements of the model, over all ranks"""
     held: int
     """elements of the shards of a rank"""
     held_bytes: int
-    """in their own dtypes; gradients take as much, and Adam's state twice as much"""
+    """bytes of these shards; gradients take as much, and Adam's state twice as much"""
     gathered: int
     """elements of the largest unit as a rank gathers it"""
     largest: str
@@ -146,7 +146,7 @@ class Parallelism(Transformation[Plan]):
     """A transformation that divides a model or its batches between ranks; see [Note: dividing]."""
 
     def apply(self, tree: ModuleTree, plan: Plan) -> None:
-        """Refused: a division needs the mesh of the run."""
+        """Is refused: a parallelism needs the mesh of the run."""
         raise NotImplementedError
 
     @abstractmethod
@@ -160,21 +160,21 @@ class Parallelism(Transformation[Plan]):
     def sizes(
         self, tree: ModuleTree, plan: Plan, units: WrapPlan, shape: MeshShape
     ) -> GroupSizes | None:
-        """Returns what a rank of a run holds and gathers, `None` where FSDP2 alone decides it.
+        """Returns sizes of a rank's shards and largest unit, `None` where FSDP2 alone decides them.
 
         Collective: no.
 
         Args:
             tree: the model, before anything is changed.
-            plan: of this division.
-            units: of FSDP2.
-            shape: of the mesh.
+            plan: from `plan`.
+            units: the plan of FSDP2's units, after `adjust_units`.
+            shape: the axes of the run's mesh.
         """
         return None
 
 
 class AppliedParallelism:
-    """A division of a model that is applied. Methods that it does not define do nothing."""
+    """A parallelism in a run, after it was applied. Methods that it does not define do nothing."""
 
     def connect(self, model: nn.Module) -> None:
         """Changes the model once it is sharded. Collective: no."""
@@ -183,7 +183,7 @@ class AppliedParallelism:
         """Changes the optimizer once it has the shards. Collective: no."""
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Is called when a forward of the whole model begins. Collective: as the division says."""
+        """Is called when a forward of the model begins. Collective: as the parallelism says."""
 
 
 class DistributedExperts:
@@ -209,7 +209,7 @@ class DistributedExperts:
     def take_load(self) -> torch.Tensor:
         """Returns how many tokens of this rank each expert got in training, (experts,).
 
-        Of all forwards since the last call, recomputation left out. Collective: no.
+        Counts all forwards since the last call, recomputation left out. Collective: no.
         """
         empty = torch.zeros(
             self.count, dtype=torch.int64, device=self.mesh.data_parallel.device_type
@@ -233,10 +233,10 @@ def experts_of(module: object) -> DistributedExperts | None:
 
 
 class SameBatchGroup(AppliedParallelism):
-    """Ranks that compute one batch together, because a division has made them.
+    """Ranks that compute one batch together, because a parallelism divides the model or the batch.
 
     Args:
-        group: of this rank.
+        group: the process group that this rank is in.
     """
 
     why: ClassVar[tuple[str, str]]
@@ -287,10 +287,10 @@ class SameBatchGroup(AppliedParallelism):
         """
         # Facts with a tilde are told to all ranks, and need not be equal on them.
         facts = {"~group": dist.get_global_rank(self.group, 0), "~batch": _digest(inputs)}
-        known: dict[int, str] = {}
+        digests: dict[int, str] = {}
         for rank, fact in enumerate(raise_on_all_ranks(facts)):
             first, batch = fact["~group"], fact["~batch"]
-            if known.setdefault(first, batch) != batch:
+            if digests.setdefault(first, batch) != batch:
                 kind, wrong = self.why
                 raise PlanError(
                     f"Ranks {first} and {rank} are {kind} and read different batches. They would "
@@ -303,7 +303,7 @@ class SameBatchGroup(AppliedParallelism):
 
 @dataclass(frozen=True, slots=True)
 class BatchGroup:
-    """The ranks that read the same batch, next to each other: those of all divisions of a run."""
+    """The ranks that read the same batch, next to each other, of all parallelisms of a run."""
 
     parts: tuple[SameBatchGroup, ...]
 
@@ -322,11 +322,13 @@ class BatchGroup:
 
         Collective: no. Add up the terms of all ranks of the run; their sum fits in 64 bits.
         """
-        index, place = divmod(dist.get_rank(), self.size)
+        group_number, group_rank = divmod(dist.get_rank(), self.size)
         # The group's number is part of the digest: differences of two groups do not cancel. Ten
         # digits are 40 bits, which leaves 23 for the number of ranks in a sum.
-        digest = int(hashlib.sha256(f"{index} {_digest(batch)}".encode()).hexdigest()[:10], 16)
-        return -digest if place else (self.size - 1) * digest
+        digest = int(
+            hashlib.sha256(f"{group_number} {_digest(batch)}".encode()).hexdigest()[:10], 16
+        )
+        return -digest if group_rank else (self.size - 1) * digest
 
     def raise_different(self, batch: Any) -> None:
         """Raises the error that names the ranks. Collective: yes, over the default group.
@@ -339,16 +341,16 @@ class BatchGroup:
 
 
 def _digest(inputs: Any) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, torch.Tensor):
             data = leaf.detach().cpu().contiguous()
-            found.update(f"{tuple(data.shape)} {data.dtype}".encode())
-            if data.numel():  # of none, torch shows no bytes; as bytes, because NumPy has no bf16
-                found.update(data.flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(f"{tuple(data.shape)} {data.dtype}".encode())
+            if data.numel():  # torch views no bytes of an empty tensor; NumPy has no bf16
+                digest.update(data.flatten().view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, int | float | str | bool):
-            found.update(repr(leaf).encode())
+            digest.update(repr(leaf).encode())
         elif isinstance(leaf, Mapping) and leaf:
             # Batches of transformers are mappings that torch does not look into.
-            found.update(_digest(dict(leaf)).encode())
-    return found.hexdigest()
+            digest.update(_digest(dict(leaf)).encode())
+    return digest.hexdigest()

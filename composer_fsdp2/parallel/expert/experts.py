@@ -1,10 +1,10 @@
-"""The experts of one layer that a rank holds, and the way of tokens to them and back.
+"""Sends tokens to the ranks of their experts, and the results of local experts back.
 
 [Note: exchange] A rank sorts its pairs of token and expert by the expert, and sends the rows of
-each expert to the rank that holds it. Ranks first tell each other how many rows come, which the
-host reads once for both ways. Sorting is stable, so an expert sees its tokens in the order of the
-ranks and of their batches. What comes back lies as it was sent, and the sender multiplies it by the
-router's weights: their gradient needs no other rank.
+each expert to the rank that has it. Ranks first tell each other how many rows come, which the host
+reads once for both exchanges. Sorting is stable, so an expert sees its tokens in the order of the
+ranks and of their batches. Results come back in the order in which rows were sent, and the sender
+multiplies them by the router's weights: their gradient needs no other rank.
 
 Every rank of the group takes part in every exchange of forward and backward, also with no row.
 """
@@ -36,7 +36,7 @@ __all__ = ["ExpertLayer", "Experts", "Routing", "send_rows"]
 
 @dataclass(frozen=True, eq=False)  # no slots: experts hold weak references to it
 class Routing:
-    """Where the rows of one forward go. A row is a token for one of its experts."""
+    """The ranks that the rows of one forward go to. A row is a token for one of its experts."""
 
     chosen: torch.Tensor
     """experts of each token, (tokens, experts of a token)"""
@@ -65,7 +65,7 @@ class Routing:
         Args:
             chosen: experts of each token on this rank.
             count: experts of the group.
-            group: holds as many of them on each rank.
+            group: has as many experts on each rank.
             part: the tokens that this rank sends.
         """
         ranks, pairs = group.size(), chosen[part].flatten()
@@ -77,14 +77,14 @@ class Routing:
         if is_fake(group):  # nothing is sent: experts get equally many rows
             share, rest = divmod(pairs.numel(), count)
             sizes = [share + (number < rest) for number in range(count)]
-            own = [sizes[at : at + count // ranks] for at in range(0, count, count // ranks)]
-            numbers = [own, [own[group.rank()]] * ranks]
+            by_rank = [sizes[at : at + count // ranks] for at in range(0, count, count // ranks)]
+            numbers = [by_rank, [by_rank[group.rank()]] * ranks]
         else:  # the one time that the host waits for the device
             numbers = torch.stack((mine, theirs)).view(2, ranks, -1).tolist()
         sent, received = ([sum(rows) for rows in side] for side in numbers)
-        held = torch.arange(count // ranks, device=chosen.device).repeat(ranks)
+        local_experts = torch.arange(count // ranks, device=chosen.device).repeat(ranks)
         by_expert = torch.argsort(
-            held.repeat_interleave(theirs, output_size=sum(received)), stable=True
+            local_experts.repeat_interleave(theirs, output_size=sum(received)), stable=True
         )
         sizes = [sum(rows) for rows in zip(*numbers[1], strict=True)]
         return cls(chosen, mine, order, sent, received, sizes, by_expert)
@@ -98,10 +98,10 @@ def send_rows(
     Collective: yes, over the group, in forward and in backward.
 
     Args:
-        rows: sorted by the rank that they go to.
-        routing: of this forward.
-        group: of the ranks that hold the experts between them.
-        back: from the experts to the tokens.
+        rows: (rows, width), sorted by the rank that they go to.
+        routing: made in this forward.
+        group: ranks that have all experts of the layer between them.
+        back: sends results from the experts to the ranks of the tokens.
     """
     # The graph of this forward keeps the routing: see `ExpertLayer.recall`.
     there = functools.partial(_send, routing, group, back)
@@ -111,8 +111,8 @@ def send_rows(
 def _send(
     routing: Routing, group: dist.ProcessGroup, back: bool, rows: torch.Tensor
 ) -> torch.Tensor:
-    ways = routing.sent, routing.received
-    sent, received = ways[::-1] if back else ways
+    row_counts = routing.sent, routing.received
+    sent, received = row_counts[::-1] if back else row_counts
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
@@ -125,7 +125,7 @@ class ExpertLayer(DistributedExperts):
     """The experts of one layer, to which ranks send their tokens."""
 
     _routings: Sequence[weakref.ref[Routing]] = ()
-    """of forwards whose graph lives, which holds them"""
+    """routings of forwards whose graph lives, which keeps them alive"""
 
     @property
     def share(self) -> int:
@@ -133,7 +133,7 @@ class ExpertLayer(DistributedExperts):
         return self.count // self.mesh.degree
 
     def made_of(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Returns what this rank's experts make of rows. Collective: no.
+        """Returns the outputs of this rank's experts. Collective: no.
 
         Args:
             rows: (rows, width), sorted by the expert.
@@ -142,22 +142,22 @@ class ExpertLayer(DistributedExperts):
         raise NotImplementedError
 
     def is_trained(self) -> bool:
-        """Whether an expert of this rank is trained."""
+        """Says whether an expert of this rank is trained."""
         raise NotImplementedError
 
     @torch.compiler.disable  # ranks exchange, and the host reads how many rows
     def compute(
         self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Returns for each token the sum of what its experts make of it, each times its weight.
+        """Returns for each token the sum of its experts' outputs, each times its weight.
 
-        Collective: yes, over the ranks that hold the experts; see [Note: exchange].
+        Collective: yes, over the ranks that share the experts; see [Note: exchange].
 
         Args:
             tokens: (tokens, width), of this rank.
             chosen: experts of each token, (tokens, experts of a token).
-            weights: of the same shape.
-            dtype: in which the sum is taken.
+            weights: weights of these experts, in the shape of `chosen`.
+            dtype: dtype of the sum.
         """
         group, tensor = self.mesh.group, self.mesh.tensor
         sent = range(len(tokens))
@@ -165,10 +165,10 @@ class ExpertLayer(DistributedExperts):
             # Each rank sends a part of the tokens, and has a part of their gradients.
             sent = rows_of(len(tokens), tensor.size(), tensor.get_local_rank())
             tokens, weights = (
-                DTensor.from_local(one, tensor, [Replicate()], run_check=False).to_local(
+                DTensor.from_local(value, tensor, [Replicate()], run_check=False).to_local(
                     grad_placements=[Partial()]
                 )
-                for one in (tokens, weights)
+                for value in (tokens, weights)
             )
         routing = Routing.agree(chosen, self.count, group, slice(sent.start, sent.stop))
         if torch.is_grad_enabled() and backward_number() < 0:
@@ -196,26 +196,29 @@ class ExpertLayer(DistributedExperts):
         """Returns the experts that were chosen in forward, where a block is computed again.
 
         A router that rounds otherwise the second time would send other rows than those for which
-        gradients come. After several forwards nobody knows which one is meant. Collective: no.
+        gradients come. After several forwards the right one is not known. Collective: no.
+
+        Args:
+            chosen: experts that the router chooses now, (tokens, experts of a token).
         """
         if backward_number() < 0:
             return chosen
-        found = [routing for ref in self._routings if (routing := ref()) is not None]
-        known = len(found) == 1 and found[0].chosen.shape == chosen.shape
-        return found[0].chosen if known else chosen
+        routings = [routing for ref in self._routings if (routing := ref()) is not None]
+        is_certain = len(routings) == 1 and routings[0].chosen.shape == chosen.shape
+        return routings[0].chosen if is_certain else chosen
 
 
 class Experts(ExpertLayer, nn.Module):
-    """Takes the place of a list of experts, all of them until `drop_remote` is called.
+    """Replaces a list of experts; has all of them until `drop_remote` is called.
 
     A plain module, because torch 2.7 takes no kind of list as a unit, with a forward or without:
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L185
 
     Args:
-        experts: of one layer.
-        mesh: the ranks that hold them.
+        experts: the list of one layer.
+        mesh: the ranks that share the experts.
         calls_all: whether the model calls an expert without a token, which then has a gradient of
-            zeros; otherwise it has none.
+            zeros; otherwise it has no gradient.
     """
 
     def __init__(self, experts: nn.ModuleList, mesh: ExpertMesh, *, calls_all: bool) -> None:
@@ -230,16 +233,16 @@ class Experts(ExpertLayer, nn.Module):
         self._calls_all = calls_all
 
     @property
-    def _own(self) -> list[nn.Module]:
+    def _local_experts(self) -> list[nn.Module]:
         """The experts of this rank."""
         begin = self.mesh.group_rank * self.share
         return list(self.children())[begin : begin + self.share]
 
     def drop_remote(self) -> set[nn.Parameter]:
         """Frees the experts of other ranks; see [Note: remote experts]."""
-        others = [expert for expert in self.children() if expert not in self._own]
-        parts = [part for expert in others for part in expert.modules()]
-        taken: set[nn.Parameter] = set()
+        remote = [expert for expert in self.children() if expert not in self._local_experts]
+        parts = [part for expert in remote for part in expert.modules()]
+        placeholders: set[nn.Parameter] = set()
         for part in parts:
             for name, param in part._parameters.items():
                 if param is not None:
@@ -252,8 +255,8 @@ class Experts(ExpertLayer, nn.Module):
                         stride=param.stride(),
                     )
                     part._parameters[name] = new = nn.Parameter(empty, param.requires_grad)
-                    taken.add(new)
-        return taken
+                    placeholders.add(new)
+        return placeholders
 
     def made_of(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Calls the unit, which gathers the experts of this rank."""
@@ -267,12 +270,14 @@ class Experts(ExpertLayer, nn.Module):
             rows: (rows, width), sorted by the expert.
             sizes: rows for each expert.
         """
-        parts = zip(self._own, rows.split(list(sizes)), strict=True)
+        parts = zip(self._local_experts, rows.split(list(sizes)), strict=True)
         made = [expert(part) for expert, part in parts if len(part) or self._calls_all]
         # An empty result that depends on the rows, so that backward passes through the unit. A
         # copy, because a block may add to the result in place.
         return torch.cat(made) if made else rows.clone()
 
     def is_trained(self) -> bool:
-        """Whether an expert of this rank is trained."""
-        return any(param.requires_grad for expert in self._own for param in expert.parameters())
+        """Says whether an expert of this rank is trained."""
+        return any(
+            param.requires_grad for expert in self._local_experts for param in expert.parameters()
+        )

@@ -1,4 +1,4 @@
-"""Decides which lists of experts are held by ranks between them, on names and numbers."""
+"""Decides which lists of experts ranks share, on names and numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 __all__ = ["REASON", "ExpertList", "ExpertPlan", "plan_experts", "with_expert_units"]
 
 REASON = "experts of a rank"
-"""of units that hold them"""
+"""reason of units that are a rank's experts of a layer"""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -30,14 +30,14 @@ class ExpertList:
 
     name: str
     count: int
-    """of its experts"""
+    """experts of the layer, over all ranks"""
     elements: int
-    """of all their parameters"""
+    """elements of their parameters, over all ranks"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
-    """Lists of experts that ranks hold between them."""
+    """Lists of experts that ranks share."""
 
     degree: int
     lists: tuple[ExpertList, ...]
@@ -45,20 +45,20 @@ class ExpertPlan:
     @property
     def inside(self) -> tuple[str, ...]:
         """Returns how names of the parts of experts begin."""
-        return tuple(f"{held.name}." for held in self.lists)
+        return tuple(f"{experts.name}." for experts in self.lists)
 
     def __str__(self) -> str:
-        """The line of `verbose`: what a rank holds of each list."""
-        counts = sorted({found.count // self.degree for found in self.lists})
+        """The line of `verbose`: how many experts of each list a rank has."""
+        counts = sorted({experts.count // self.degree for experts in self.lists})
         each = " or ".join(map(str, counts))
         return (
             f"expert_parallel: {len(self.lists)} lists of experts over {self.degree} ranks, "
-            f"{each} experts of a list on each: {', '.join(found.name for found in self.lists)}"
+            f"{each} experts of a list on each: {', '.join(experts.name for experts in self.lists)}"
         )
 
 
 def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
-    """Finds the lists of experts and checks that ranks can hold them between them.
+    """Finds the lists of experts and checks that ranks can share them.
 
     Collective: no.
 
@@ -76,8 +76,8 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
             f"so they belong to one group of experts. Use one of {_divisors(ranks, step=step)}."
         )
     modules = dict(tree.modules())
-    found = _chosen(tree, spec, modules)
-    for name in found:
+    names = _chosen(tree, spec, modules)
+    for name in names:
         if (why := _why_not(name, modules)) is not None:
             raise PlanError(
                 f"expert_parallel has degree {spec.degree}, and {why}. Tokens would go to other "
@@ -85,7 +85,7 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
                 "expert_parallel out for this model."
             )
     lists: list[ExpertList] = []
-    for name in found:
+    for name in names:
         elements = sum(param.numel() for param in modules[name].parameters())
         count = stack_size(modules[name]) or len(list(modules[name].children()))
         if count % spec.degree:
@@ -99,7 +99,7 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
         share = count // spec.degree
         parts = (experts[at : at + share] for at in range(0, count, share))
         weights = ([p for expert in part for p in expert.parameters()] for part in parts)
-        # Quantised ones are refused for what they are.
+        # Quantised weights are refused later, by name.
         trained = [sum(p.requires_grad or not p.is_floating_point() for p in w) for w in weights]
         if len(set(trained)) > 1:
             raise PlanError(
@@ -114,12 +114,12 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
 
 def _divisors(*numbers: int, step: int) -> str:
     ranks = range(step, min(numbers) + 1, step)
-    found = [str(n) for n in ranks if not any(number % n for number in numbers)]
-    return ", ".join(found) or "none, and leave expert_parallel out"
+    divisors = [str(n) for n in ranks if not any(number % n for number in numbers)]
+    return ", ".join(divisors) or "none, and leave expert_parallel out"
 
 
 def _chosen(tree: ModuleTree, spec: ExpertSpec, modules: dict[str, nn.Module]) -> list[str]:
-    """Names of the lists, and of modules with tensors of experts, that are asked for."""
+    """Returns names of lists of experts, and of modules with tensors of experts, as set."""
     if problems := list(unmatched_names(tree, spec.modules, "expert_parallel.modules")):
         raise PlanError("\n".join(problems))
     optional = set(conditional_modules(tree))
@@ -131,20 +131,20 @@ def _chosen(tree: ModuleTree, spec: ExpertSpec, modules: dict[str, nn.Module]) -
         or stack_size(module) is not None
     ]
     matchers = [matcher(pattern) for pattern in spec.modules]
-    found = [name for name in lists if not matchers or any(m(name) for m in matchers)]
+    names = [name for name in lists if not matchers or any(m(name) for m in matchers)]
     unmet = [p for p, m in zip(spec.modules, matchers, strict=True) if not any(map(m, lists))]
     if unmet:
         raise PlanError(
             f"expert_parallel.modules holds '{unmet[0]}', which matches no list of experts. It "
             f"would have no effect. Lists of experts in this model: {', '.join(lists) or 'none'}."
         )
-    if not found:
+    if not names:
         raise PlanError(
             "expert_parallel is asked for, and the model has no list of experts, and no tensor of "
             "them, that ranks can hold between them. It would have no effect: megablocks' mb_dmoe "
             "sends tokens itself, over moe_world_size ranks. Leave it out."
         )
-    return found
+    return names
 
 
 def _why_not(name: str, modules: dict[str, nn.Module]) -> str | None:
@@ -165,46 +165,46 @@ def _why_not(name: str, modules: dict[str, nn.Module]) -> str | None:
         )
     kind = type(block).__name__
     if attribute != "experts" or type(experts) is not nn.ModuleList or known_router(block) is None:
-        known = ", ".join(sorted(BLOCKS))
+        blocks = ", ".join(sorted(BLOCKS))
         return (
             f"it is not known how {kind} ('{above}') routes to '{name}'; these blocks of "
-            f"transformers are known: {known}"
+            f"transformers are known: {blocks}"
         )
     return None
 
 
 def with_expert_units(plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
-    """Returns units in which each list of experts is one of its own. Collective: no.
+    """Returns units in which each list of experts is a unit. Collective: no.
 
     Raises:
-        PlanError: a part of a list is a unit already, or tied to something outside.
+        PlanError: a part of a list is a unit already, or tied to a weight outside.
     """
     changed: list[ShardUnit] = []
     for unit in units.units:
         rest = unit
-        for held, start in zip(plan.lists, plan.inside, strict=True):
+        for experts, start in zip(plan.lists, plan.inside, strict=True):
             if unit.module.startswith(start):
                 raise PlanError(
-                    f"'{unit.module}' lies in the experts '{held.name}' and was chosen as a "
+                    f"'{unit.module}' lies in the experts '{experts.name}' and was chosen as a "
                     f"unit ({unit.reason}). The experts of a rank are gathered together, for an "
                     "expert may get no token. Choose the block around them."
                 )
-            own = tuple(name for name in rest.params if name.startswith(start))
-            if own:
-                of_experts = ShardUnit(
-                    module=held.name,
-                    params=own,
-                    numel=held.elements,
-                    # As the block around them is freed, unless that is the whole model.
+            params = tuple(name for name in rest.params if name.startswith(start))
+            if params:
+                expert_unit = ShardUnit(
+                    module=experts.name,
+                    params=params,
+                    numel=experts.elements,
+                    # Freed as the block around them, unless that is the model itself.
                     reshard_after_forward=unit.reshard_after_forward or unit.top_level,
                     reason=REASON,
                     holders=plan.degree,
                     mixed_precision=unit.mixed_precision,
                     is_block=False,
                 )
-                changed.append(of_experts)
+                changed.append(expert_unit)
                 outside = tuple(name for name in rest.params if not name.startswith(start))
-                rest = replace(rest, params=outside, numel=rest.numel - held.elements)
+                rest = replace(rest, params=outside, numel=rest.numel - experts.elements)
         changed.append(rest)
     made = {unit.module for unit in changed if unit.reason == REASON}
     for names in units.tied:

@@ -1,4 +1,4 @@
-"""Blocks of transformers that hold their experts in a list, and how each chooses among them.
+"""Connects blocks of transformers that have their experts in a list, by how each routes tokens.
 
 Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/mixtral/modeling_mixtral.py#L115
 """
@@ -34,21 +34,21 @@ class Block:
 
 
 def known_router(block: nn.Module) -> Block | None:
-    """Returns what is known of the class of a block. Collective: no.
+    """Returns the entry of a block's class in `BLOCKS`. Collective: no.
 
-    `None` for a class that is not known, and for code that is not the one that was read.
+    `None` for a class without an entry, and for code with another fingerprint.
     """
-    known = BLOCKS.get(type(block).__name__)
-    if known is None:
+    router = BLOCKS.get(type(block).__name__)
+    if router is None:
         return None
-    function = getattr(type(block), known.method, None)
-    if getattr(getattr(block, known.method, None), "__func__", None) is not function:
+    function = getattr(type(block), router.method, None)
+    if getattr(getattr(block, router.method, None), "__func__", None) is not function:
         return None  # somebody else has replaced it on this block
-    return known if code_of(function) == known.code else None
+    return router if code_of(function) == router.code else None
 
 
 def code_of(function: Any) -> str:
-    """Returns the fingerprint of a function, and no text where none can be found."""
+    """Returns the fingerprint of a function; empty if its source cannot be found."""
     try:
         return fingerprint(function)
     except (OSError, TypeError):
@@ -56,7 +56,7 @@ def code_of(function: Any) -> str:
 
 
 def _route_by_softmax(block: Any, experts: Experts) -> None:
-    """Of Mixtral, Qwen3-MoE and OLMoE: `top_k` of a softmax, which Mixtral always normalises."""
+    """Routes as Mixtral, Qwen3-MoE and OLMoE: `top_k` of a softmax, normalised in Mixtral."""
     normalises = getattr(block, "norm_topk_prob", True)
     noise = getattr(block, "jitter_noise", 0.0)
 
@@ -79,7 +79,7 @@ def _route_by_softmax(block: Any, experts: Experts) -> None:
 
 
 def _route_by_groups(block: Any, experts: Experts) -> None:
-    """Of DeepSeek-V3, whose router is a module of its own, beside experts that all tokens share."""
+    """Routes as DeepSeek-V3, whose router is a module, beside experts that all tokens share."""
 
     def moe(
         _block: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
@@ -122,4 +122,4 @@ BLOCKS: dict[str, Block] = {
         calls_all=False,
     ),
 }
-"""by the name of the class"""
+"""blocks by the name of their class"""

@@ -1,10 +1,10 @@
-"""Experts of one layer that lie in tensors with all of them: transformers 5, `torch_dmoe`.
+"""Computes experts that lie in tensors with all experts of a layer: transformers 5, `torch_dmoe`.
 
 Classes of transformers take tokens, the experts of each and their weights, and transformers can
-exchange the forward of any of them for one that goes by their attributes. So tokens can travel in
-front of it, and the class computes the experts of a rank as if the layer had no others: biases,
-transposed weights, gates with limits and grouped products are the class's own. LLM Foundry's class
-goes through its experts one after the other, which is the same.
+exchange the forward of any of these classes for a function that goes by their attributes. So tokens
+can travel before the forward, and the class computes the experts of a rank as if the layer had no
+others: biases, transposed weights, gates with limits and grouped products are the class's own. LLM
+Foundry's class goes through its experts one after the other, with the same result.
 
 Source: https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/integrations/moe.py
 https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/models/layers/dmoe.py
@@ -32,20 +32,20 @@ _FOUNDRY = {
     "GLU": "edea7a985d72818c",
     "MLP": "dc511ea5b0992159",
 }
-"""classes of `torch_dmoe`, with fingerprints of their forward, as it was read"""
+"""class of `torch_dmoe` -> fingerprint of its forward"""
 
 
 def holds_stack(name: str, module: nn.Module) -> bool:
-    """Whether a module seems to hold experts in a tensor with three dimensions. Collective: no."""
+    """Says whether a module seems to have experts in a 3-D tensor. Collective: no."""
     params = own_parameters(module)
     return "expert" in name.rpartition(".")[2].lower() and any(p.ndim == 3 for p in params)
 
 
 def stack_size(experts: Any) -> int | None:
-    """Returns how many experts each parameter of a module holds; `None` if that is not known.
+    """Returns how many experts each parameter of a module has; `None` if that is not known.
 
-    Collective: no. A class that has a forward of its own is not known, though it inherits from one
-    that is.
+    Collective: no. A class with a forward of its own is not known, though it inherits from a known
+    class.
     """
     if "forward" in vars(experts):
         return None
@@ -61,20 +61,20 @@ def stack_size(experts: Any) -> int | None:
 def _is_of_foundry(experts: Any) -> bool:
     if type(experts).__module__ != "llmfoundry.models.layers.dmoe":
         return False
-    found = {type(part).__name__: code_of(type(part).forward) for part in experts.modules()}
-    return found.items() <= _FOUNDRY.items() and "DroplessMLP" in found
+    fingerprints = {type(part).__name__: code_of(type(part).forward) for part in experts.modules()}
+    return fingerprints.items() <= _FOUNDRY.items() and "DroplessMLP" in fingerprints
 
 
 class StackedExperts(ExpertLayer):
-    """Sends the tokens of a module to the ranks that hold its experts.
+    """Sends the tokens of a module to the ranks of its experts.
 
     The module keeps its class and its names. It is the unit, so its parameters are gathered while
     tokens travel.
 
     Args:
-        experts: of which `stack_size` is known.
-        mesh: the ranks that hold them.
-        count: how many there are.
+        experts: a module whose `stack_size` is known.
+        mesh: the ranks that share the experts.
+        count: experts of the layer, over all ranks.
     """
 
     def __init__(self, experts: Any, mesh: ExpertMesh, count: int) -> None:
@@ -107,7 +107,7 @@ class StackedExperts(ExpertLayer):
     def _forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Takes the place of the module's forward. Collective: yes, as `compute`."""
+        """Replaces the module's forward. Collective: yes, as `compute`."""
         chosen = self.recall(top_k_index)
         return self.compute(hidden_states, chosen, top_k_weights, hidden_states.dtype)
 
@@ -125,14 +125,14 @@ class StackedExperts(ExpertLayer):
         count, numbers = len(rows), torch.arange(self.share, device=rows.device)
         chosen = numbers.repeat_interleave(torch.tensor(sizes, device=rows.device))
         if not count:
-            # One process has a gradient of zeros for experts without a token, for others have some:
-            # a row that nobody gets gives every parameter its own.
+            # One process has a gradient of zeros for experts without a token: here a row that
+            # nobody gets makes it.
             rows, chosen = torch.cat((rows, rows.new_zeros(1, rows.shape[1]))), numbers[:1]
         chosen, weights = chosen[:, None], rows.new_ones(len(rows), 1)
-        given = (None, weights, chosen) if self._is_of_foundry else (chosen, weights)
-        made: torch.Tensor = self._compute(rows, *given)
+        arguments = (None, weights, chosen) if self._is_of_foundry else (chosen, weights)
+        made: torch.Tensor = self._compute(rows, *arguments)
         return made[:count]
 
     def is_trained(self) -> bool:
-        """Whether a parameter is trained."""
+        """Says whether a parameter is trained."""
         return any(param.requires_grad for param in self._experts.parameters())

@@ -1,4 +1,4 @@
-"""Expert parallelism: the transformation of a model whose experts ranks hold between them."""
+"""Expert parallelism: the transformation of a model whose experts ranks share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXPERTS, _SHARDS = "ep", "efsdp"
 
 
 class ExpertParallel(Parallelism["ExpertPlan"]):
-    """Puts the experts of a rank in the place of each list of experts: `expert_parallel`."""
+    """Replaces each list of experts by the experts of a rank: `expert_parallel`."""
 
     exchanges_modules: ClassVar[bool] = True
 
@@ -76,8 +76,8 @@ class ExpertParallel(Parallelism["ExpertPlan"]):
                 "or composer_fsdp2.Muon."
             )
         for ref in facts.tree.params:
-            whole = ref.param.is_floating_point() and is_plain(ref.param.data)
-            if ref.name.startswith(plan.inside) and not whole:
+            is_supported = ref.param.is_floating_point() and is_plain(ref.param.data)
+            if ref.name.startswith(plan.inside) and not is_supported:
                 raise PlanError(
                     f"'{ref.name}' is quantised or divided already, and belongs to an expert. It "
                     "has not been tried to send tokens to such experts. Leave expert_parallel out, "
@@ -94,7 +94,7 @@ class ExpertParallel(Parallelism["ExpertPlan"]):
         return plan
 
     def adjust_units(self, plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
-        """Returns units of which the experts of each list are one."""
+        """Returns units in which each list of experts is a unit."""
         from composer_fsdp2.parallel.expert.plan import with_expert_units
 
         return with_expert_units(plan, units)
@@ -107,34 +107,33 @@ class ExpertParallel(Parallelism["ExpertPlan"]):
 
         modules = dict(tree.modules())
         ranks = _expert_mesh(mesh, plan.degree)
-        for held in plan.lists:
-            block, experts = modules[held.name.rpartition(".")[0]], modules[held.name]
+        for expert_list in plan.lists:
+            block, experts = modules[expert_list.name.rpartition(".")[0]], modules[expert_list.name]
             if not isinstance(experts, nn.ModuleList):
-                StackedExperts(experts, ranks, held.count)
+                StackedExperts(experts, ranks, expert_list.count)
                 continue
-            known = known_router(block)
-            assert known is not None
-            own = Experts(experts, ranks, calls_all=known.calls_all)
-            block.experts = own
-            known.connect(block, own)
-        return _DividedExperts()
+            router = known_router(block)
+            assert router is not None
+            block.experts = local_experts = Experts(experts, ranks, calls_all=router.calls_all)
+            router.connect(block, local_experts)
+        return _AppliedExperts()
 
 
-class _DividedExperts(AppliedParallelism):
+class _AppliedExperts(AppliedParallelism):
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has its state dicts show the experts as FSDP2 alone would shard them."""
+        """Has state dicts of the optimizer show the experts as FSDP2 alone would shard them."""
         from composer_fsdp2.parallel.expert.views import show_all_states
 
         show_all_states(optimizer)
 
 
 def _expert_mesh(data_parallel: DeviceMesh, degree: int) -> ExpertMesh:
-    """Divides the ranks of a run once more. Collective: yes (creates process groups).
+    """Makes the mesh of the experts' ranks. Collective: yes (creates process groups).
 
     Args:
         data_parallel: the axes that FSDP2 shards other weights over.
-        degree: ranks that hold the experts between them; divides the ranks of one copy, and is
-            a multiple of the ranks that have the same tokens.
+        degree: ranks that share the experts of a layer; divides the ranks of one replica, and is a
+            multiple of the ranks that have the same tokens.
     """
     root, tensor = root_mesh(data_parallel), None
     if TENSOR_AXIS in (root.mesh_dim_names or ()):

@@ -1,6 +1,6 @@
-"""Attention over a sequence that several ranks hold: exchanges, and blocks of queries.
+"""Computes attention over a sequence that ranks share, by exchanges and blocks of queries.
 
-[Note: exchanges] Ulysses turns "all heads of a part of the sequence" into "some heads of the whole
+[Note: exchanges] Ulysses turns "all heads of a part of the sequence" into "some heads of the full
 sequence", and back: every rank sends each other rank one part, in one all-to-all. Gathered keys and
 values leave queries where they are: an all-gather in forward, a reduce-scatter in backward.
 """
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Attend = Callable[[nn.Module, AttentionCall, Any, Any, Any], torch.Tensor | None]
-"""computes a call over the whole sequence; `None` where the sequence is not divided"""
+"""computes a call over the full sequence; `None` where the sequence is not divided"""
 ATTEND = "_fsdp2_attend"
 """attribute of an attention module: its `Attend`"""
 HEADS = "fsdp2_attention_heads"
@@ -58,17 +58,17 @@ def attend(
     *,
     frees: bool,
 ) -> torch.Tensor:
-    """Attends over the whole sequence, see [Note: masks]. Collective: yes, over the group.
+    """Attends over the full sequence, see [Note: masks]. Collective: yes, over the group.
 
     Args:
-        shared: of this forward.
+        shared: the sequence of this forward.
         method: `ulysses` or `gather_kv`.
-        call: of the module.
+        call: how the module computes.
         query: (batch, heads, local positions, size).
         key: (batch, key and value heads, local positions, size).
-        value: likewise.
+        value: in the shape of `key`, but for the size.
         frees: gathers keys and values again in backward, where nothing else runs the module again:
-            each layer would keep those of the whole sequence.
+            each layer would keep those of the full sequence.
 
     Returns:
         (batch, local positions, heads, size).
@@ -127,12 +127,14 @@ def _ulysses(
     # One exchange: each rank's heads of all three lie next to each other.
     alike = (query, key, value) if value.shape[-1] == key.shape[-1] else (query, key)
     parts = [tensor.unflatten(1, (ranks, -1)) for tensor in alike]
-    got = _exchanged(torch.cat(parts, 2).flatten(1, 2), shared.group, given=1, got=2)
+    got = _swapped_dims(torch.cat(parts, 2).flatten(1, 2), shared.group, split_dim=1, gather_dim=2)
     sizes = [tensor.shape[1] // ranks for tensor in alike]
     query, key, *rest = got.split(sizes, 1)
-    value = rest[0] if rest else _exchanged(value, shared.group, given=1, got=2)
+    value = rest[0] if rest else _swapped_dims(value, shared.group, split_dim=1, gather_dim=2)
     out = _attend_span(shared, call, (0, shared.parts.padded), query, key, value)
-    return _exchanged(out.transpose(1, 2), shared.group, given=2, got=1).transpose(1, 2)
+    return _swapped_dims(out.transpose(1, 2), shared.group, split_dim=2, gather_dim=1).transpose(
+        1, 2
+    )
 
 
 def _gather_kv(
@@ -147,15 +149,15 @@ def _gather_kv(
     both = gather_sequence(torch.cat([key, value], by), shared.group)
     both = shared.parts.put_together(both, 2)
     key, value = both.split(key.shape[1] if by == 1 else sizes, by)
-    found, at = [], 0
+    outputs, at = [], 0
     for begin, end in shared.parts.spans_of(shared.rank):
-        own = query.narrow(2, at, end - begin)
+        queries = query.narrow(2, at, end - begin)
         at += end - begin
         # Keys after the last query of a span are masked for all of its queries.
         last = key.shape[2] if shared.sees_later else end
         keys, values = key[:, :, :last], value[:, :, :last]
-        found.append(_attend_span(shared, call, (begin, end), own, keys, values))
-    return torch.cat(found, 1)
+        outputs.append(_attend_span(shared, call, (begin, end), queries, keys, values))
+    return torch.cat(outputs, 1)
 
 
 def _attend_span(
@@ -180,7 +182,7 @@ def _attend_span(
         # Kernels of GPUs know this order; others need a mask.
         if query.device.type == "cuda":
             return call.compute(query, key, value, causal_lower_right(end - begin, end))
-    found = []
+    outputs = []
     for at in range(begin, end, BLOCK):
         stop = min(at + BLOCK, end)
         first = 0 if window is None or shared.sees_later else max(0, at - window + 1)
@@ -189,9 +191,9 @@ def _attend_span(
             mask = order_of_block(shared, window, end, query)[:, :, at - stop :, first - stop :]
         else:
             mask = mask_of(shared, call, window, (at, stop), (first, to), query)
-        own = query[:, :, at - begin : stop - begin]
-        found.append(call.compute(own, key[:, :, first:to], value[:, :, first:to], mask))
-    return torch.cat(found, 1)
+        queries = query[:, :, at - begin : stop - begin]
+        outputs.append(call.compute(queries, key[:, :, first:to], value[:, :, first:to], mask))
+    return torch.cat(outputs, 1)
 
 
 # --- For users ---
@@ -221,13 +223,13 @@ def sequence_attention(
         module: the attention module that calls this.
         query: (batch, heads, positions, size), of this rank's positions.
         key: (batch, heads of keys and values, positions, size); they divide those of queries.
-        value: as `key`.
+        value: (batch, heads of keys and values, positions, size).
         mask: (batch or 1, 1, positions of queries, positions of keys), added or true where seen;
             `None` is causal order. Where the sequence is divided it is not read: order, window,
             documents (`position_ids`) and padding (`attention_mask`) come from what the model was
             given.
         window: keys that a query sees, itself among them; `None` is all.
-        scale: of scores; 1 / sqrt(size) by default.
+        scale: factor of scores; 1 / sqrt(size) by default.
         dropout: probability; 0 in evaluation is the caller's.
 
     Returns:
@@ -271,23 +273,23 @@ def sequence_attention(
 # --- Exchanges, forward and backward, on any backend ---
 
 
-def _exchanged(
-    tensor: torch.Tensor, group: dist.ProcessGroup, *, given: int, got: int
+def _swapped_dims(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, split_dim: int, gather_dim: int
 ) -> torch.Tensor:
-    """Gives each rank a part of one dimension, and gets all ranks' parts of another.
+    """Divides one dimension between ranks, and gathers all ranks' parts of another.
 
     Collective: yes, over the group.
 
     Args:
-        tensor: (batch, heads, positions, size); the group's size divides the dimension `given`.
-        group: of the ranks that divide the sequence.
-        given: the dimension that a rank has a part of afterwards: heads or positions.
-        got: the one whose parts come, one after the other in the order of the ranks.
+        tensor: (batch, heads, positions, size); the group's size divides `split_dim`.
+        group: the ranks that share the sequence.
+        split_dim: the dimension that is divided afterwards: heads or positions.
+        gather_dim: the dimension that is full afterwards, in the order of the ranks.
     """
     # The i-th part goes to rank i. Gradients go back the same way.
     swap = functools.partial(_all_to_all, group)
-    arrived = exchange_tensor(torch.stack(tensor.chunk(group.size(), given)), swap, swap)
-    return torch.cat(arrived.unbind(), got)
+    arrived = exchange_tensor(torch.stack(tensor.chunk(group.size(), split_dim)), swap, swap)
+    return torch.cat(arrived.unbind(), gather_dim)
 
 
 def _all_to_all(group: dist.ProcessGroup, sent: torch.Tensor) -> torch.Tensor:
@@ -298,23 +300,23 @@ def _all_to_all(group: dist.ProcessGroup, sent: torch.Tensor) -> torch.Tensor:
 
 
 def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gives every rank the whole sequence. Collective: yes, over the group.
+    """Gives every rank the full sequence. Collective: yes, over the group.
 
     Args:
         tensor: (batch, heads, local positions, size).
-        group: of the ranks that divide the sequence.
+        group: the ranks that share the sequence.
 
     Returns:
         (batch, heads, ranks x local positions, size), in the order of the ranks.
     """
-    there, back = functools.partial(_gathered, group), functools.partial(_parts_added, group)
+    there, back = functools.partial(_all_gathered, group), functools.partial(_parts_added, group)
     return exchange_tensor(tensor.movedim(2, 0), there, back).movedim(0, 2)
 
 
-def _gathered(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
-    own = own.contiguous()
-    got = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
-    all_gather_tensor(got, own, group)
+def _all_gathered(group: dist.ProcessGroup, local: torch.Tensor) -> torch.Tensor:
+    local = local.contiguous()
+    got = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
+    all_gather_tensor(got, local, group)
     return got
 
 
@@ -325,14 +327,14 @@ def _parts_added(group: dist.ProcessGroup, grad: torch.Tensor) -> torch.Tensor:
 
 
 def whole_loss(term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the sum of the ranks' terms of a loss, with a gradient for the own term alone.
+    """Returns the sum of the ranks' terms of a loss, with a gradient for the local term alone.
 
     Collective: yes, over the group. The gradient is multiplied by the number of ranks in the group,
     because FSDP2 divides by all ranks while a sequence counts once.
     """
 
-    def there(own: torch.Tensor) -> torch.Tensor:
-        total = own.detach().clone()  # added up in place
+    def there(local_term: torch.Tensor) -> torch.Tensor:
+        total = local_term.detach().clone()  # added up in place
         dist.all_reduce(total, group=group)
         return total
 

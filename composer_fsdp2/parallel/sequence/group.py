@@ -55,7 +55,7 @@ _CUT: Mapping[str, float] = {
 """inputs of a model that have a value for each position -> the value of padding"""
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""of an attention in parallel, by its norm; of narrower dtypes 0.1"""
+"""dtype -> relative error of an attention in parallel, in its norm; 0.1 for narrower dtypes"""
 
 _DOCUMENTS = {
     True: "Rows hold several documents (position_ids begin again). Each token sees its own alone.",
@@ -70,7 +70,7 @@ _REBUILT = ("attention_mask", "position_ids", "labels")
 
 
 class SequenceGroup(SameBatchGroup):
-    """Divides the inputs of a model, and what its attention sees.
+    """Divides the inputs of a model, and gives its attention the full sequence.
 
     See [Note: one batch, many ranks]. Collective: yes, over the group, in each forward and
     backward.
@@ -86,7 +86,7 @@ class SequenceGroup(SameBatchGroup):
         method: str,
         *,
         frees: bool,
-        entry: nn.Module,
+        outermost: nn.Module,
         decoder: nn.Module | None = None,
         learned: tuple[str, int] | None = None,
         heads: Mapping[str, nn.Module],
@@ -100,7 +100,7 @@ class SequenceGroup(SameBatchGroup):
             group: ranks that share each sequence.
             method: `ulysses` or `gather_kv`.
             frees: as of `attend`.
-            entry: the module that is called with batches: the model, or the wrapper of adapters
+            outermost: the module that is called with batches: the model, or the wrapper of adapters
                 that hands them on past the model's hooks.
             decoder: the module whose inputs are cut, where that is not the entry; see
                 [Note: images].
@@ -113,7 +113,7 @@ class SequenceGroup(SameBatchGroup):
         self._learned, self._rules = learned, rules
         self.rank = dist.get_rank(group)
         # Batches may come by position, and are divided by name.
-        self._names = list(inspect.signature(type(entry).forward).parameters)[1:]
+        self._names = list(inspect.signature(type(outermost).forward).parameters)[1:]
         self._caches = "use_cache" in inspect.signature(type(model).forward).parameters
         self._current: SharedSequence | None = None
         self._labels: torch.Tensor | None = None
@@ -121,7 +121,7 @@ class SequenceGroup(SameBatchGroup):
         if calls_loss_function(model):
             self._loss = model.loss_function
             model.loss_function = torch.compiler.disable(self._loss_of)  # type: ignore[assignment]
-        self._entry, self._attention, self._heads = entry, attention, heads
+        self._outermost, self._attention, self._heads = outermost, attention, heads
         self._decoder = decoder
         if decoder is not None:
             self._decoder_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
@@ -137,8 +137,8 @@ class SequenceGroup(SameBatchGroup):
         sharded, and these hooks come before those of FSDP2.
         """
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
-        self._entry.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        self._entry.register_forward_hook(leave, always_call=True)
+        self._outermost.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        self._outermost.register_forward_hook(leave, always_call=True)
         if self._decoder is not None:
             enter = torch.compiler.disable(self._enter_decoder)
             self._decoder.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -155,7 +155,7 @@ class SequenceGroup(SameBatchGroup):
         if self._current is None:
             if module.training and not self._is_inside:
                 raise PlanError(
-                    f"An attention of {type(self._entry).__name__} was computed in training "
+                    f"An attention of {type(self._outermost).__name__} was computed in training "
                     "without a call of it, so no rank knows which part of the sequence it has. "
                     "Ranks would compute whole sequences each, without a word. Call the model "
                     "itself, `model(**batch)`, not `model.forward` or a module inside of it."
@@ -181,36 +181,36 @@ class SequenceGroup(SameBatchGroup):
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        batch = dict(zip(self._names, args, strict=False)) | kwargs
         self._current = self._labels = None
         self._is_inside, self._divides = True, False
-        # Keys of earlier words are whole on each rank, and a word alone cannot be divided.
-        generates = are_whole() or (not module.training and given.get("use_cache"))
-        if self._is_idle or generates or given.get("past_key_values") is not None:
+        # Each rank has all keys of earlier words, and a word alone cannot be divided.
+        generates = are_whole() or (not module.training and batch.get("use_cache"))
+        if self._is_idle or generates or batch.get("past_key_values") is not None:
             return None
-        if not self._is_tried and self.compare(given, module.training):
+        if not self._is_tried and self.compare(batch, module.training):
             if self._decoder is None:
-                on_all_ranks(lambda: self._divided(given))  # one group may refuse its batch
+                on_all_ranks(lambda: self._divided(batch))  # one group may refuse its batch
             if module.training:
-                self._try_attention(given)
+                self._try_attention(batch)
             self._begins = True
         self._divides = self._is_inside = True
-        return (), self._divided(given) if self._decoder is None else self._with_own_labels(given)
+        return (), self._divided(batch) if self._decoder is None else self._with_own_labels(batch)
 
     def _enter_decoder(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._divides:
             return None
-        given = dict(zip(self._decoder_names, args, strict=False)) | kwargs
+        batch = dict(zip(self._decoder_names, args, strict=False)) | kwargs
         if self._begins and not self._is_tried:
             self._begins = False
-            on_all_ranks(lambda: self._divided(given))  # one group may refuse its batch
-        return (), self._divided(given)
+            on_all_ranks(lambda: self._divided(batch))  # one group may refuse its batch
+        return (), self._divided(batch)
 
-    def _with_own_labels(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _with_own_labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns the whole batch, with labels of this rank's positions; see [Note: images]."""
-        changed, labels, mask = dict(given), given.get("labels"), given.get("attention_mask")
+        changed, labels, mask = dict(batch), batch.get("labels"), batch.get("attention_mask")
         if labels is not None:
             if self._loss_ignores_padding and isinstance(mask, torch.Tensor):
                 labels = labels.masked_fill(mask == 0, _IGNORED)
@@ -222,26 +222,26 @@ class SequenceGroup(SameBatchGroup):
             changed["use_cache"] = False
         return changed
 
-    def _divided(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The part of this rank; notes the sequence that its attention must know."""
-        inputs = given[_inputs_of(given)]
+    def _divided(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Returns this rank's part of a batch; notes the sequence for the attention modules."""
+        inputs = batch[_inputs_of(batch)]
         length = inputs.shape[1]
-        self._refuse_inputs(given, length)
+        self._refuse_inputs(batch, length)
         parts = self._parts_of(length)
-        cut = dict(given)
+        cut = dict(batch)
         for name, filler in _CUT.items():
-            if isinstance(given.get(name), torch.Tensor):
-                cut[name] = self._own(given[name], parts, filler)
-        positions = given.get("position_ids")
+            if isinstance(batch.get(name), torch.Tensor):
+                cut[name] = self._local_part(batch[name], parts, filler)
+        positions = batch.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=inputs.device)[None]
         # Always given: a model would count from the first of each rank's positions.
-        by_row = self._own(positions.flatten(0, -2), parts, 0)
+        by_row = self._local_part(positions.flatten(0, -2), parts, 0)
         cut["position_ids"] = by_row.unflatten(0, positions.shape[:-1])
-        self._current = self._shared(given, cut.pop("attention_mask", None), parts)
+        self._current = self._shared(batch, cut.pop("attention_mask", None), parts)
         if self._decoder is not None:
-            return cut | self._own_features(given, parts)
-        self._labels = given.get("labels")
+            return cut | self._own_features(batch, parts)
+        self._labels = batch.get("labels")
         if self._labels is not None:
             # Shifted while the next token is at hand: a rank's last label is another rank's token.
             del cut["labels"]
@@ -251,21 +251,21 @@ class SequenceGroup(SameBatchGroup):
             cut["use_cache"] = False  # it would hold keys of this rank's positions alone
         return cut
 
-    def _own_features(self, given: dict[str, Any], parts: SequenceParts) -> dict[str, Any]:
+    def _own_features(self, batch: dict[str, Any], parts: SequenceParts) -> dict[str, Any]:
         """Returns features of images that a decoder adds to its own positions, layer by layer.
 
         Source: https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/qwen3_vl/modeling_qwen3_vl.py
         """
-        mask, features = given.get(_IMAGES), given.get(_FEATURES)
+        mask, features = batch.get(_IMAGES), batch.get(_FEATURES)
         if mask is None or features is None:
             return {}
-        own = self._own(mask, parts, False)
+        own = self._local_part(mask, parts, False)
         numbers = mask.flatten().cumsum(0).view_as(mask) - 1
-        rows = self._own(numbers, parts, 0)[own]
+        rows = self._local_part(numbers, parts, 0)[own]
         return {_IMAGES: own, _FEATURES: [layer[rows] for layer in features]}
 
-    def _refuse_inputs(self, given: Mapping[str, Any], length: int) -> None:
-        for name, value in given.items():
+    def _refuse_inputs(self, batch: Mapping[str, Any], length: int) -> None:
+        for name, value in batch.items():
             is_known = name in (*_CUT, *_REBUILT, _IMAGES) or not isinstance(value, torch.Tensor)
             if not is_known and length in value.shape[1:]:
                 raise PlanError(
@@ -274,18 +274,18 @@ class SequenceGroup(SameBatchGroup):
                     "it is divided. Leave it out, or take sequence_parallel out."
                 )
         if self._learned is not None:
-            name, known = self._learned
-            positions = given.get("position_ids")
+            name, count = self._learned
+            positions = batch.get("position_ids")
             last = length - 1 if positions is None else int(positions.max())
             # Before one rank finds no embedding of its last position, and others wait for it.
-            if last >= known:
+            if last >= count:
                 raise PlanError(
-                    f"The model was given position {last}, and '{name}' has {known}, from 0 on. "
+                    f"The model was given position {last}, and '{name}' has {count}, from 0 on. "
                     "The rank with the end of the sequence would find none. Cut sequences to "
-                    f"{known} tokens, or take a model with rotary embeddings."
+                    f"{count} tokens, or take a model with rotary embeddings."
                 )
 
-    def _shared(self, given: Mapping[str, Any], mask: Any, parts: SequenceParts) -> SharedSequence:
+    def _shared(self, batch: Mapping[str, Any], mask: Any, parts: SequenceParts) -> SharedSequence:
         is_tensor = isinstance(mask, torch.Tensor)
         if isinstance(mask, Mapping) or (self._decoder is not None and is_tensor and mask.ndim > 2):
             raise PlanError(
@@ -293,9 +293,9 @@ class SequenceGroup(SameBatchGroup):
                 "is not known which tokens see each other there, as those of an image may. Leave "
                 "sequence_parallel out for this model."
             )
-        rules, is_real, own = self._rules, None, None
+        rules, is_real, own_mask = self._rules, None, None
         if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-            own = _padded_mask(mask, parts, rules)
+            own_mask = _padded_mask(mask, parts, rules)
         elif isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask != 0).all()):
             is_real = _padded(mask != 0, parts, False)
         begins_later = is_real is not None and not bool(is_real[:, 0].all())
@@ -311,22 +311,22 @@ class SequenceGroup(SameBatchGroup):
             rank=self.rank,
             group=self.group,
             rules=rules,
-            documents=self._documents(given, mask is not None, is_real is not None, parts),
+            documents=self._documents(batch, mask is not None, is_real is not None, parts),
             is_real=is_real,
-            mask=own,
-            sees_later=own is not None or sees_later,
+            mask=own_mask,
+            sees_later=own_mask is not None or sees_later,
         )
 
     def _documents(
-        self, given: Mapping[str, Any], has_mask: bool, has_padding: bool, parts: SequenceParts
+        self, batch: Mapping[str, Any], has_mask: bool, has_padding: bool, parts: SequenceParts
     ) -> torch.Tensor | None:
-        """Numbers of the documents in each row that tokens do not see: as `documents` is set."""
-        own, positions = given.get("sequence_id"), given.get("position_ids")
+        """Returns the document of each position, (batch, positions); `None` if all see all."""
+        document_ids, positions = batch.get("sequence_id"), batch.get("position_ids")
         if positions is not None and positions.ndim == 3:
             # Of time, height and width; newer transformers puts those of text in front.
             positions = positions[0] if len(positions) == 4 else None
-        if isinstance(own, torch.Tensor) and self._rules.takes_sequence_id:
-            return _padded(own, parts, -1)
+        if isinstance(document_ids, torch.Tensor) and self._rules.takes_sequence_id:
+            return _padded(document_ids, parts, -1)
         if positions is None:
             return None
         # Documents of a packed row count their positions from zero again.
@@ -343,10 +343,12 @@ class SequenceGroup(SameBatchGroup):
 
     def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of labels that are shifted. Collective: no."""
-        return self._own(labels, self._parts_of(labels.shape[1]), _IGNORED)
+        return self._local_part(labels, self._parts_of(labels.shape[1]), _IGNORED)
 
-    def _own(self, whole: torch.Tensor, parts: SequenceParts, filler: float) -> torch.Tensor:
-        return parts.cut(_padded(whole, parts, filler), self.rank).contiguous()
+    def _local_part(
+        self, tensor: torch.Tensor, parts: SequenceParts, filler: float
+    ) -> torch.Tensor:
+        return parts.cut(_padded(tensor, parts, filler), self.rank).contiguous()
 
     def _parts_of(self, length: int) -> SequenceParts:
         balanced = self.method == "gather_kv"
@@ -355,32 +357,32 @@ class SequenceGroup(SameBatchGroup):
     # --- The first batch ---
 
     @torch.no_grad()
-    def _try_attention(self, given: Mapping[str, Any]) -> None:
+    def _try_attention(self, batch: Mapping[str, Any]) -> None:
         """Compares each attention with that of one process, on the first tokens of one sequence.
 
-        And the inputs of heads, which depend on all other layers. No logits are made: they may be
-        larger than all that a step with `chunked_loss` holds.
+        The inputs of heads, which depend on all other layers, are compared too. No logits are made:
+        they may be larger than all that a step with `chunked_loss` holds.
 
         Collective: yes, over the default group. As many tokens as a rank computes in a step.
 
         Raises:
             PlanError: the same on every rank, if any of them differs.
         """
-        name = _inputs_of(given)
-        local = self._parts_of(given[name].shape[1]).padded // self.size
-        inputs = given[name][:1, : max(local, self.size)]
+        name = _inputs_of(batch)
+        local = self._parts_of(batch[name].shape[1]).padded // self.size
+        inputs = batch[name][:1, : max(local, self.size)]
         if self._decoder is not None and name == "input_ids":
             # Without images: tokens that stand for them become another word.
             word = next(n for n in range(len(self._special) + 1) if n not in self._special)
             is_special = torch.isin(inputs, torch.tensor([*self._special], device=inputs.device))
             inputs = inputs.masked_fill(is_special, word)
-        modes = [(module, module.training) for module in self._entry.modules()]
-        self._entry.eval()
+        modes = [(module, module.training) for module in self._outermost.modules()]
+        self._outermost.eval()
         try:
             # Neither what fp8 rounds in parts nor a graph for two short forwards.
-            with without_float8(self._entry), torch.compiler.set_stance("force_eager"):
+            with without_float8(self._outermost), torch.compiler.set_stance("force_eager"):
                 self._is_idle = self._is_tried = True
-                whole = self._outputs({name: inputs})
+                undivided = self._outputs({name: inputs})
                 self._is_idle = False
                 divided = self._outputs({name: inputs})
         finally:
@@ -388,34 +390,36 @@ class SequenceGroup(SameBatchGroup):
             for module, mode in modes:
                 module.training = mode
         parts, error = self._parts_of(inputs.shape[1]), None
-        real = self._own(torch.ones_like(inputs[..., 0] if inputs.ndim > 2 else inputs), parts, 0)
-        for place, expected in whole.items():
-            expected = self._own(expected, parts, 0)[:, real[0] > 0]
-            got = divided[place][:, real[0] > 0]
+        real = self._local_part(
+            torch.ones_like(inputs[..., 0] if inputs.ndim > 2 else inputs), parts, 0
+        )
+        for quantity, expected in undivided.items():
+            expected = self._local_part(expected, parts, 0)[:, real[0] > 0]
+            got = divided[quantity][:, real[0] > 0]
             off = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
             if not off <= _TOLERANCE.get(got.dtype, 0.1):
                 error = error or PlanError(
-                    f"The {place} of the first {inputs.shape[1]} tokens, divided between ranks, is "
-                    f"{100 * off:.2g} % off what it is in one process. The model sees tokens in a "
+                    f"The {quantity} of the first {inputs.shape[1]} tokens, divided between ranks, "
+                    f"is {100 * off:.2g} % off what it is in one process. The model sees tokens in a "
                     "way that is not known here, and the run would train another one. Leave "
                     "sequence_parallel out for this model."
                 )
         raise_on_all_ranks({}, error)
 
     def _outputs(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The output of each attention in a forward, and the input of each head."""
-        found: dict[str, torch.Tensor] = {}
+        """Returns the output of each attention in a forward, and the input of each head."""
+        tensors: dict[str, torch.Tensor] = {}
 
         def keep(path: str, _module: Any, _args: Any, output: Any) -> None:
             output = output if isinstance(output, torch.Tensor) else output[0]
-            found[f"attention '{path}'"] = output.detach()
+            tensors[f"attention '{path}'"] = output.detach()
 
         def cut(path: str, _module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             first = args[0] if args else None
             # An embedding that is the head as well is given tokens.
             if not isinstance(first, torch.Tensor) or not first.is_floating_point():
                 return None
-            found[f"input of '{path}'"] = first.detach()
+            tensors[f"input of '{path}'"] = first.detach()
             return first[:, :1], *args[1:]
 
         # For two forwards of the first batch; an error must not leave them.
@@ -426,8 +430,8 @@ class SequenceGroup(SameBatchGroup):
             for path, module in self._heads.items():
                 hook = functools.partial(cut, path)
                 hooks.enter_context(module.register_forward_pre_hook(hook, prepend=True))
-            self._entry(**inputs, **({"use_cache": False} if self._caches else {}))
-        return found
+            self._outermost(**inputs, **({"use_cache": False} if self._caches else {}))
+        return tensors
 
     # --- Out of the model ---
 
@@ -435,7 +439,7 @@ class SequenceGroup(SameBatchGroup):
         """Replaces the model's `loss_function`, whose labels are shifted already."""
         if self._current is None or self._labels is None:
             return self._loss(logits, labels, *args, **kwargs)
-        # With it transformers sums and divides by it, so that the ranks' terms add up:
+        # With this number transformers divides the sum by it, so that the ranks' terms add up:
         # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/loss/loss_utils.py#L34
         if kwargs.get("num_items_in_batch") is None:
             kwargs["num_items_in_batch"] = (_shifted(self._labels) != _IGNORED).sum()
@@ -450,16 +454,16 @@ class SequenceGroup(SameBatchGroup):
         Collective: yes, over the group.
 
         Args:
-            mean: of this rank's shifted labels; zero where none counts.
-            labels: of whole sequences, not shifted.
+            mean: returns the mean loss for this rank's shifted labels; zero where none counts.
+            labels: (batch, positions) of the full sequences, not shifted.
         """
-        whole = _shifted(labels)
-        own = self.own_labels(whole)
-        count, own_count = (whole != _IGNORED).sum(), (own != _IGNORED).sum()
-        return whole_loss(mean(own) * (own_count / count.clamp(min=1)), self.group)
+        shifted = _shifted(labels)
+        local_labels = self.own_labels(shifted)
+        count, local_count = (shifted != _IGNORED).sum(), (local_labels != _IGNORED).sum()
+        return whole_loss(mean(local_labels) * (local_count / count.clamp(min=1)), self.group)
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
-        """Gives evaluation the whole logits. In training a rank keeps its own."""
+        """Gives evaluation the logits of the full sequence. In training a rank keeps its part."""
         shared, labels, logits = self._current, self._labels, getattr(output, "logits", None)
         # A model inside of adapters generates without a call of the wrapper.
         self._is_inside, self._current, self._labels = False, None, None
@@ -468,24 +472,24 @@ class SequenceGroup(SameBatchGroup):
             return
         if self._loss is None and labels is not None:
 
-            def mean(own: torch.Tensor) -> torch.Tensor:
+            def mean(local_labels: torch.Tensor) -> torch.Tensor:
                 rows = logits.flatten(0, 1)
                 rows = rows if self._decoder is None else rows.float()  # as most of them do
-                total = nn.functional.cross_entropy(rows, own.flatten(), reduction="sum")
-                return total / (own != _IGNORED).sum().clamp(min=1)
+                total = nn.functional.cross_entropy(rows, local_labels.flatten(), reduction="sum")
+                return total / (local_labels != _IGNORED).sum().clamp(min=1)
 
             output["loss"] = self.loss_of_mean(mean, labels)
         if not module.training:
-            whole = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
-            whole = shared.parts.put_together(whole, 1)
-            # As a model's own: metrics view them in other shapes.
-            output["logits"] = whole[:, : shared.parts.length].contiguous()
+            full_logits = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
+            full_logits = shared.parts.put_together(full_logits, 1)
+            # Contiguous, as a model's own logits: metrics view them in other shapes.
+            output["logits"] = full_logits[:, : shared.parts.length].contiguous()
 
 
-def _inputs_of(given: Mapping[str, Any]) -> str:
-    """The name of the inputs that are divided."""
+def _inputs_of(batch: Mapping[str, Any]) -> str:
+    """Returns the name of the inputs that are divided."""
     for name in ("input_ids", "inputs_embeds"):
-        if isinstance(given.get(name), torch.Tensor):
+        if isinstance(batch.get(name), torch.Tensor):
             return name
     raise PlanError(
         "The model was called without input_ids and inputs_embeds. Sequence parallelism would "
@@ -504,16 +508,16 @@ def _special_tokens(model: Any) -> set[int]:
 
 
 def _shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Returns the label of each position: the next token, and none for the last one."""
+    """Returns the label of each position: the next token; none for the last position."""
     return nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
 
 
-def _padded(whole: torch.Tensor, parts: SequenceParts, filler: Any) -> torch.Tensor:
+def _padded(tensor: torch.Tensor, parts: SequenceParts, filler: Any) -> torch.Tensor:
     missing = parts.padded - parts.length
     if not missing:
-        return whole
-    rest = whole.new_full((whole.shape[0], missing, *whole.shape[2:]), filler)
-    return torch.cat([whole, rest], 1)
+        return tensor
+    rest = tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), filler)
+    return torch.cat([tensor, rest], 1)
 
 
 def _padded_mask(mask: torch.Tensor, parts: SequenceParts, rules: MaskRules) -> torch.Tensor:

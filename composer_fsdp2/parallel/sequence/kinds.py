@@ -1,4 +1,4 @@
-"""Kinds of attention modules that can see a divided sequence: how each is found and connected."""
+"""Finds and connects the kinds of attention modules that can see a divided sequence."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
 
 
 _FUSED = ("sdpa", "flash_attention_2")
-"""implementations of transformers that torch's own attention takes the place of"""
+"""implementations of transformers that torch's own attention replaces"""
 _NAME = "fsdp2_sequence"
-"""of the implementation that divides sequences"""
+"""name of the implementation that divides sequences"""
 _IMPLEMENTATION = "_attn_implementation"
 """attribute of a configuration of transformers"""
 _MAKES_MASKS = "_update_causal_mask"
@@ -49,7 +49,7 @@ class AttentionKind(ABC):
 
     @abstractmethod
     def knows(self, module: nn.Module) -> bool:
-        """Whether a module is an attention of this kind."""
+        """Says whether a module is an attention of this kind."""
 
     @abstractmethod
     def heads_of(self, module: Any) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class AttentionKind(ABC):
 
     @abstractmethod
     def connect(self, module: Any, attend: Attend) -> None:
-        """Has a module compute its attention over the whole sequence. Collective: no."""
+        """Has a module compute its attention over the full sequence. Collective: no."""
 
     def mask_rules(
         self, model: nn.Module, modules: Mapping[str, Any], attention: str, device: torch.device
@@ -70,9 +70,9 @@ class AttentionKind(ABC):
 
         Args:
             model: takes batches and has the configuration.
-            modules: all of the run, by name.
-            attention: the name of one that computes attention.
-            device: of batches. On some, models take masks otherwise.
+            modules: all modules of the run, by name.
+            attention: the name of an attention module.
+            device: where batches are; models take masks otherwise on some devices.
         """
         return MaskRules(documents="always")
 
@@ -82,7 +82,7 @@ def kind_of(module: nn.Module) -> AttentionKind | None:
     return next((kind for kind in _KINDS if kind.knows(module)), None)
 
 
-class _Own(AttentionKind):
+class _UserAttention(AttentionKind):
     """A module of the user's, which calls `sequence_attention`."""
 
     def knows(self, module: nn.Module) -> bool:
@@ -115,7 +115,7 @@ def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 def calls_loss_function(model: nn.Module) -> bool:
-    """Whether a model computes its loss by its attribute `loss_function`."""
+    """Says whether a model computes its loss by its attribute `loss_function`."""
     return "loss_function" in _names_in_forward(model)
 
 
@@ -183,14 +183,16 @@ class _HuggingFace(AttentionKind):
     def connect(self, module: Any, attend: Attend) -> None:
         implementation = getattr(module.config, _IMPLEMENTATION)
         namespace = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
-        known = namespace["ALL_ATTENTION_FUNCTIONS"]
+        functions = namespace["ALL_ATTENTION_FUNCTIONS"]
         # For all models of the process: each attention has an `Attend` of its own. Public, see
         # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L5819
-        known.register(_NAME, _call_attend)
+        functions.register(_NAME, _call_attend)
         capped = implementation != "sdpa" and getattr(module.config, "attn_logit_softcapping", None)
         is_fused = implementation != "eager" and not capped
-        usual = known[implementation] if is_fused else namespace["eager_attention_forward"]
-        setattr(module, ATTEND, functools.partial(_attend_as_transformers, attend, usual, is_fused))
+        original = functions[implementation] if is_fused else namespace["eager_attention_forward"]
+        setattr(
+            module, ATTEND, functools.partial(_attend_as_transformers, attend, original, is_fused)
+        )
         # Each forward of an attention looks its function up by its configuration:
         # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/llama/modeling_llama.py#L265
         # The model's own configuration stays: its masks and its checkpoints depend on it.
@@ -240,7 +242,7 @@ def _forward_of_qwen(
 
 
 def _tried_rules(make: Callable[..., Any], model: Any, device: torch.device) -> MaskRules:
-    """Asks for the masks of the last queries of a sequence whose first token is padding."""
+    """Returns the rules that a model's masks show, for sequences whose first token is padding."""
 
     def seen_by(query: int, length: int) -> torch.Tensor:
         is_real = torch.ones(1, length, dtype=torch.long, device=device)
@@ -268,7 +270,7 @@ def _call_attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _attend_as_transformers(
     attend: Attend,
-    usual: Callable[..., Any],
+    original: Callable[..., Any],
     is_fused: bool,
     module: nn.Module,
     query: torch.Tensor,
@@ -280,17 +282,17 @@ def _attend_as_transformers(
     dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     compute = functools.partial(fused_attention, dropout=dropout, scale=scale)
     if not is_fused:
-        compute = functools.partial(_eager, usual, module, kwargs)
+        compute = functools.partial(_eager, original, module, kwargs)
     window = kwargs.get("sliding_window")
     call = AttentionCall(compute=compute, window=window, needs_mask=not is_fused)
     out = attend(module, call, query, key, value)
     if out is None:
-        return usual(module, query, key, value, attention_mask, **kwargs)
+        return original(module, query, key, value, attention_mask, **kwargs)
     return out, None
 
 
 def _eager(
-    usual: Callable[..., Any],
+    original: Callable[..., Any],
     module: Any,
     kwargs: dict[str, Any],
     query: torch.Tensor,
@@ -302,7 +304,7 @@ def _eager(
     groups = query.shape[1] // key.shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:
         module = _WithGroups(module, groups)
-    return usual(module, query, key, value, mask, **kwargs)[0]
+    return original(module, query, key, value, mask, **kwargs)[0]
 
 
 class _WithGroups:
@@ -369,7 +371,7 @@ class _MPT(AttentionKind):
 def _attend_as_mpt(
     attend: Attend,
     module: Any,
-    usual: Any,
+    original: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -389,12 +391,12 @@ def _attend_as_mpt(
     ]
     out = attend(module, call, *by_head)
     if out is None:
-        return usual(query, key, value, **kwargs)
+        return original(query, key, value, **kwargs)
     return out.flatten(2), None, None
 
 
 MPT = _MPT()
-_KINDS = (_Own(), _HuggingFace(), _OldQwenVL(), MPT)
+_KINDS = (_UserAttention(), _HuggingFace(), _OldQwenVL(), MPT)
 
 
 # --- Loss and metrics of Composer's models where ranks have parts of each sequence. ---
@@ -410,14 +412,14 @@ def _is_a(model: nn.Module, name: str) -> bool:
 
 
 def own_loss(model: Any) -> str | None:
-    """Returns the class of a model of Composer's whose loss reads logits, `None` of another one."""
+    """Returns the class of a Composer model whose loss reads logits; `None` for other models."""
     if not _is_a(model, "ComposerModel") or _is_a(model, "ComposerMPTCausalLM"):
         return None
     code = getattr(type(model).loss, "__code__", None)
     if code is not None:
         words = {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}
         if "loss" in words and "logits" not in words:
-            return None  # it returns the loss that the model inside has computed
+            return None  # this method returns the loss that the model inside has computed
     return type(model).__name__
 
 
@@ -431,7 +433,7 @@ def connect_composer_model(
     Args:
         model: the root, of Composer's or another class.
         own_labels: as of `SequenceGroup`.
-        loss_of_mean: likewise.
+        loss_of_mean: as of `SequenceGroup`.
     """
     if _is_a(model, "HuggingFaceModel"):
         model.eval_forward = functools.partial(_eval_forward, own_labels, model, model.eval_forward)
@@ -449,9 +451,9 @@ def _eval_forward(
     logits = original(*args, **kwargs)
     labels = model.labels
     if isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor) and labels.ndim == 2:
-        own = own_labels(labels)  # `HuggingFaceModel` has shifted them
-        if logits.shape[:2] == own.shape != labels.shape:
-            model.labels = own
+        local_labels = own_labels(labels)  # `HuggingFaceModel` has shifted them
+        if logits.shape[:2] == local_labels.shape != labels.shape:
+            model.labels = local_labels
     return logits
 
 
@@ -464,20 +466,20 @@ def _loss_of_mpt(
 ) -> torch.Tensor:
     labels = batch["labels"]
     if outputs.logits.shape[:2] == labels.shape:
-        return original(outputs, batch)  # of an evaluation, which has them whole
+        return original(outputs, batch)  # evaluation has the logits of the full sequence
 
-    def mean(own: torch.Tensor) -> torch.Tensor:
-        # The labels are shifted already, of whole sequences.
+    def mean(local_labels: torch.Tensor) -> torch.Tensor:
+        # The labels are shifted already, as those of the full sequences were.
         shifts, model.shift_labels = model.shift_labels, False
         try:
-            found = original(outputs, {**batch, "labels": own})
+            loss = original(outputs, {**batch, "labels": local_labels})
         finally:
             model.shift_labels = shifts
-        if isinstance(found, Mapping):
+        if isinstance(loss, Mapping):
             raise PlanError(
                 "The model adds a loss of its experts, and sequence_parallel is asked for. Their "
                 "balance is no mean over tokens. Leave one of them out."
             )
-        return found
+        return loss
 
     return loss_of_mean(mean, labels)

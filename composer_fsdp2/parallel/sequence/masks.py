@@ -1,12 +1,12 @@
-"""Which positions of a sequence each rank has, and which keys each query sees.
+"""Divides the positions of a sequence between ranks, and makes the masks of their queries.
 
 [Note: masks] A model builds its mask for the positions it sees, which are those of one rank. So the
-mask is built here, from what is known about the whole sequence: order, sliding window, documents
-and padding. A mask of four dimensions that the user gives is cut instead. Queries are computed in
-blocks then, so that no mask of a whole sequence by itself is needed for the order and a window.
+mask is built here, from facts about the full sequence: order, sliding window, documents and
+padding. A mask of four dimensions that the user gives is cut instead. Queries are computed in
+blocks then, so that no mask of a full sequence by itself is needed for the order and a window.
 
 A query on padding before its sequence sees no key. The label of the first real token is predicted
-there, so it counts what the model makes of such a query: `MaskRules.unseeing`.
+there, so the result of such a query counts: `MaskRules.unseeing`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SequenceParts:
         return self.count * -(-self.length // self.count)
 
     def parts_of(self, rank: int) -> tuple[int, ...]:
-        """Returns the numbers of a rank's parts, in the order in which it holds them."""
+        """Returns the numbers of a rank's parts, in their order on the rank."""
         return (rank, self.count - 1 - rank) if self.is_balanced else (rank,)
 
     def spans_of(self, rank: int) -> list[tuple[int, int]]:
@@ -65,24 +65,24 @@ class SequenceParts:
         size = self.padded // self.count
         return [(part * size, (part + 1) * size) for part in self.parts_of(rank)]
 
-    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns a rank's positions of a tensor that holds all of them, padding included."""
-        spans = [whole[:, begin:end] for begin, end in self.spans_of(rank)]
+    def cut(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Returns a rank's positions of a tensor with all positions, padding included."""
+        spans = [tensor[:, begin:end] for begin, end in self.spans_of(rank)]
         return spans[0] if len(spans) == 1 else torch.cat(spans, 1)
 
     def put_together(self, gathered: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns a tensor in the order of positions that has all ranks' parts one after the other.
+        """Returns a gathered tensor in the order of positions.
 
         Args:
-            gathered: in `dim` the parts of each rank, in the order of the ranks.
-            dim: of the positions.
+            gathered: along `dim` the parts of each rank, in the order of the ranks.
+            dim: the dimension of positions.
         """
         if not self.is_balanced:
             return gathered
         # Backward of this is a cut: nothing is sent.
-        held = [part for rank in range(self.degree) for part in self.parts_of(rank)]
+        numbers = [part for rank in range(self.degree) for part in self.parts_of(rank)]
         pieces = gathered.split(self.padded // self.count, dim)
-        return torch.cat([pieces[held.index(part)] for part in range(self.count)], dim)
+        return torch.cat([pieces[numbers.index(part)] for part in range(self.count)], dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class MaskRules:
     """Effects of a model's masks in one process, where models differ."""
 
     window: int | None = None
-    """keys that a query sees in every attention, whatever that is told; `None`: as it is told"""
+    """keys that a query sees in every attention; `None` is the window of each attention"""
     takes_masks: bool = True
     """whether a mask of four dimensions is taken as it is given"""
     adds_masks: bool = False
@@ -110,23 +110,23 @@ class MaskRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSequence:
-    """A batch of sequences that a group computes together, as attention has to know it."""
+    """A batch of sequences that a group computes together."""
 
     parts: SequenceParts
     rank: int
-    """in the group"""
+    """group rank of this rank"""
     group: dist.ProcessGroup
     rules: MaskRules = field(default_factory=MaskRules)
     documents: torch.Tensor | None = None
-    """(batch, positions): keys of other numbers are not seen; `None` is one document each"""
+    """(batch, positions): keys of other numbers are not seen; `None` is one document a row"""
     is_real: torch.Tensor | None = None
-    """(batch, positions): false is padding; `None` is none"""
+    """(batch, positions): false is padding; `None` is no padding"""
     mask: torch.Tensor | None = None
     """(batch or 1, 1, positions, positions): the user's own, added or true where seen"""
     sees_later: bool = False
     """whether some query sees keys after it"""
     masks: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    """those that layers of this forward have in common"""
+    """masks that layers of this forward have in common"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,29 +134,32 @@ class AttentionCall:
     """How one attention module computes."""
 
     compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
-    """of queries, keys, values (batch, heads, positions, size) and a mask; gives (batch, positions,
-    heads, size)"""
+    """takes queries, keys, values (batch, heads, positions, size) and a mask; returns (batch,
+    positions, heads, size)"""
     window: int | None = None
     """keys that a query sees, itself among them; `None` is all"""
     needs_mask: bool = False
-    """whether it knows no order without a mask, and takes all queries at once"""
+    """whether the module knows no order without a mask, and takes all queries at once"""
 
 
 def order_of_block(
     shared: SharedSequence, window: int | None, end: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the mask of a block of queries: keys up to its own, the last in the last column."""
-    wanted = ("order", window, like.dtype)
+    """Returns the mask of a block of queries: each sees keys up to its position.
+
+    The last columns are the keys of the block.
+    """
+    key = ("order", window, like.dtype)
     width = max(BLOCK, end if window is None else min(end, BLOCK + window - 1))
     # One mask for all blocks: each takes its last columns. Masks of all blocks would be half of
     # (positions x positions) together.
-    known = shared.masks.get(wanted)
-    if known is None or known.shape[-1] < width:
+    mask = shared.masks.get(key)
+    if mask is None or mask.shape[-1] < width:
         q = torch.arange(width - BLOCK, width, device=like.device).unsqueeze(1)
         k = torch.arange(width, device=like.device).unsqueeze(0)
-        known = _added(in_order(q, k, window)[None, None], like)
-        shared.masks[wanted] = known
-    return known
+        mask = _added(in_order(q, k, window)[None, None], like)
+        shared.masks[key] = mask
+    return mask
 
 
 def mask_of(
@@ -167,25 +170,25 @@ def mask_of(
     keys: tuple[int, int],
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns a mask that is added to scores of queries and keys, each from a position to another.
+    """Returns a mask that is added to the scores of spans of queries and keys.
 
     Layers share their masks.
 
     Returns:
         (batch or 1, 1, queries, keys).
     """
-    wanted = (queries, keys, window, like.dtype, call.needs_mask)
-    if wanted not in shared.masks:
+    key = (queries, keys, window, like.dtype, call.needs_mask)
+    if key not in shared.masks:
         mask = _new_mask(shared, window, queries, keys, like)
         if call.needs_mask:
-            # Torch's kernels give zero where nothing is seen; a softmax by itself gives NaN.
+            # Torch's kernels give zero to a query that sees no key; a softmax gives NaN.
             mask.masked_fill_((mask == -torch.inf).all(-1, keepdim=True), 0)
-        shared.masks[wanted] = mask
-    return shared.masks[wanted]
+        shared.masks[key] = mask
+    return shared.masks[key]
 
 
 def _added(seen: torch.Tensor, like: torch.Tensor, unseen: float | None = None) -> torch.Tensor:
-    """A mask as what is added to scores: kernels would make that of each mask, for each layer."""
+    """Returns a mask that is added to scores: kernels would make it of each mask, in each layer."""
     # As transformers does it: a row with nothing but the least number is an average of all keys,
     # where a row of -inf gives zero in torch's kernels and NaN in a softmax.
     added = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
@@ -215,8 +218,10 @@ def _new_mask(
         return added.masked_fill(k >= shared.parts.length, -torch.inf)
     seen = in_order(q, k, window)[None, None]
     if shared.documents is not None:
-        own, others = (shared.documents[:, slice(*span)] for span in (queries, keys))
-        seen = seen & (own.unsqueeze(2) == others.unsqueeze(1)).unsqueeze(1)
+        query_documents, key_documents = (
+            shared.documents[:, slice(*span)] for span in (queries, keys)
+        )
+        seen = seen & (query_documents.unsqueeze(2) == key_documents.unsqueeze(1)).unsqueeze(1)
     if shared.is_real is None:
         return _added(seen, like)
     seen = seen & shared.is_real[:, None, None, slice(*keys)]

@@ -136,17 +136,17 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
         ),
         None,
     )
-    wanted = {id(head) for head in output_heads(tree)}
+    head_ids = {id(head) for head in output_heads(tree)}
     group = SequenceGroup(
         model,
         attention,
         axes["sp"].get_group(),
         plan.method,
         frees=plan.frees,
-        entry=wrappers[0] if wrappers else model,
+        outermost=wrappers[0] if wrappers else model,
         decoder=None if plan.decoder == plan.model else modules[plan.decoder],
         learned=learned,
-        heads={name: module for name, module in modules.items() if id(module) in wanted},
+        heads={name: module for name, module in modules.items() if id(module) in head_ids},
         rules=rules,
     )
     # A compiled graph ends here: the parts of the sequence are those of each forward.
@@ -163,7 +163,7 @@ def _parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def _model_in(modules: dict[str, nn.Module], degree: int) -> str:
-    """The outermost model that takes positions, or hands nothing on to a model inside of it."""
+    """Returns the outermost model that takes positions, or calls no model inside of it."""
     models = [
         name
         for name, module in modules.items()
@@ -231,11 +231,11 @@ def _unknown_attention(
     for name, kind in attention.items():
         if (why := kind.why_not(name, modules[name])) is not None:
             yield why
-    # Found by its projections: it would attend to one rank's part without a word.
-    known = {type(modules[name]) for name in attention}
+    # An attention of another kind has projections. It would attend to one rank's part in silence.
+    known_classes = {type(modules[name]) for name in attention}
     for name, module in modules.items():
         kind_name = type(module).__name__
-        if type(module) not in known and _PROJECTIONS & set(module._modules):
+        if type(module) not in known_classes and _PROJECTIONS & set(module._modules):
             yield f"'{name}' ({kind_name}) is an attention of another kind"
         named = _MIXING_NAMES.search(kind_name) or _STATE_SPACE.search(kind_name)
         is_linear = kind_name == "Conv1D"  # transformers' linear layer of GPT-2
@@ -267,9 +267,9 @@ def _method(
     attention: Mapping[str, AttentionKind],
     tensor_degree: int,
 ) -> str:
-    """Which exchange; `auto` takes the one that sends fewer bytes, if heads allow it.
+    """Returns the method; `auto` takes the exchange with fewer bytes, if heads allow it.
 
-    Of the heads that tensor parallelism leaves a rank.
+    Heads are those that tensor parallelism leaves a rank.
     """
     if spec.method == "gather_kv":
         return spec.method

@@ -1,9 +1,9 @@
-"""Dividing layers between the ranks of a tensor group, in place.
+"""Divides layers between the ranks of a tensor group, in place.
 
 [Note: sums over a group] The ranks of a group read the same batch. A layer divided by columns gets
-the whole input and gives a part of the output, one divided by rows gets that part and gives a term
-of the whole output, which the ranks add up. DTensors do the same to gradients. All other modules
-are computed by every rank of the group alike, from equal inputs: their gradients are equal but for
+the full input and gives a part of the output. A layer divided by rows gets that part and gives a
+term of the full output, which the ranks add up. DTensors do the same to gradients. Every rank of
+the group computes all other modules alike, from equal inputs: their gradients are equal but for
 rounding of kernels that add up in any order, and are averaged over the group so that weights stay
 the same.
 
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composer_fsdp2.parallel.form import ExpertForm, FusedRowsForm, form_of, part_of, set_form
 from composer_fsdp2.parallel.state_dicts import show_model_order
-from composer_fsdp2.parallel.tensor.known import Cut, home_of, is_conv1d
+from composer_fsdp2.parallel.tensor.known import Cut, block_with, is_conv1d
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef
 from composer_fsdp2.ranks import broadcast_from_rank0, is_fake, of_rank0
@@ -42,46 +42,46 @@ __all__ = ["divide_layers", "draws"]
 def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     """Divides the layers of a plan, with rank 0's weights; see [Note: sums over a group].
 
-    Collective: yes, over the default group. Ties stay: a tied parameter is divided once. One that
-    is on meta on rank 0 stays there, as a part; see [Note: initial weights].
+    Collective: yes, over the default group. Ties stay: a tied parameter is divided once. A
+    parameter that is on meta on rank 0 stays there, as a part; see [Note: initial weights].
 
     Args:
-        tree: the model. Its references to parameters are those of after.
-        plan: of this model.
+        tree: the model. Its references are to the new parameters afterwards.
+        plan: from `plan_layers`.
         mesh: the tensor axis of the run's mesh.
     """
     modules = dict(tree.modules())
-    same = tree.weight_of
-    places: dict[int, list[ParamRef]] = {}
+    weight_ids = tree.weight_of
+    refs_of: dict[int, list[ParamRef]] = {}
     for ref in tree.params:
-        places.setdefault(same[id(ref.param)], []).append(ref)
+        refs_of.setdefault(weight_ids[id(ref.param)], []).append(ref)
     # Parameters of rank 0 on meta get values when they are sharded.
     on_meta = of_rank0([ref.name for ref in tree.params if ref.param.is_meta])
     done: set[int] = set()
-    homes: dict[str, _Home] = {}
+    blocks: dict[str, _DividedBlock] = {}
     for name, cut in plan.cuts.items():
         module, padding = modules[name], plan.padding.get(name, 0)
         for attribute, param in list(module._parameters.items()):
             if param is None or id(param) in done:
                 continue
-            refs = places[same[id(param)]]
+            refs = refs_of[weight_ids[id(param)]]
             dim, stays = cut.dim_of(attribute, module), refs[0].name in on_meta
             new = _divided(param, dim, cut.blocks, padding, mesh, keep_on_meta=stays)
             for ref in refs:
-                holds = tree.paths[ref.path_index].module
-                holds._parameters[ref.name.rpartition(".")[2]] = ref.param = new
+                owner = tree.paths[ref.path_index].module
+                owner._parameters[ref.name.rpartition(".")[2]] = ref.param = new
             done.add(id(new))
-        show_model_order(module)  # in every place of a tied parameter
-        parent, is_adapter = home_of(name, modules)
-        home = None
+        show_model_order(module)  # of every module that has a tied parameter
+        parent, is_adapter = block_with(name, modules)
+        block = None
         if cut.kind in ("columns", "rows") and not is_adapter:
-            home = homes[parent] = homes.get(parent) or _Home(modules[parent], mesh)
-            home.draw_apart(module, cut)
-        _install(module, cut, mesh, padding, home)
+            block = blocks[parent] = blocks.get(parent) or _DividedBlock(modules[parent], mesh)
+            block.draw_apart(module, cut)
+        _install(module, cut, mesh, padding, block)
     for name, counts in plan.counts.items():
         _divide_counts(modules[name], counts, plan.degree)
     average = functools.partial(_average, mesh.get_group())
-    for first, *_ in places.values():
+    for first, *_ in refs_of.values():
         is_expert = isinstance(form_of(first.param), ExpertForm)
         same_on_all = id(first.param) not in done and not is_expert
         if same_on_all and first.param.requires_grad:
@@ -98,20 +98,20 @@ def _divided(
     *,
     keep_on_meta: bool,
 ) -> nn.Parameter:
-    """This rank's part of a parameter as rank 0 has it."""
+    """Returns this rank's part of a parameter, with rank 0's values. Collective: yes."""
     device = torch.empty(0, device=mesh.device_type).device  # with its index
-    pretends = is_fake()
-    where = torch.device("meta") if keep_on_meta else param.device if pretends else device
-    whole = torch.empty_like(param, device=where) if param.is_meta else param.detach().to(where)
-    if not pretends and not keep_on_meta:
-        # Each rank cuts its part out of rank 0's whole weight, one weight at a time.
-        broadcast_from_rank0(whole, device)
+    no_values = is_fake()
+    where = torch.device("meta") if keep_on_meta else param.device if no_values else device
+    full = torch.empty_like(param, device=where) if param.is_meta else param.detach().to(where)
+    if not no_values and not keep_on_meta:
+        # Each rank cuts its part out of rank 0's full weight, one weight at a time.
+        broadcast_from_rank0(full, device)
     form = None
     # Parts that follow each other in the model do so on the ranks.
     if dim is not None and (len(blocks) > 1 or padding):
-        form = FusedRowsForm(blocks or (whole.shape[dim],), mesh.size(), dim, padding)
-        whole = form.to_ranks(whole)
-    part = part_of(whole, mesh, [Replicate() if dim is None else Shard(dim)])
+        form = FusedRowsForm(blocks or (full.shape[dim],), mesh.size(), dim, padding)
+        full = form.to_ranks(full)
+    part = part_of(full, mesh, [Replicate() if dim is None else Shard(dim)])
     new = nn.Parameter(part, requires_grad=param.requires_grad)
     # Users mark parameters (`_no_weight_decay`) and hang hooks on them before they are divided.
     vars(new).update(vars(param))
@@ -122,7 +122,7 @@ def _divided(
 
 
 def _divide_counts(module: Any, counts: Mapping[str, int], degree: int) -> None:
-    """Changes numbers that a forward splits by, in a copy of a configuration that is shared."""
+    """Changes numbers that a forward splits by, those of a shared configuration in a copy."""
     for path, count in counts.items():
         holder, _, name = path.rpartition(".")
         changed = copy.copy(getattr(module, holder)) if holder else module
@@ -146,28 +146,28 @@ def _average(group: dist.ProcessGroup, param: torch.Tensor) -> None:
 # --- Inside of an attention or MLP ---
 
 
-class _Home:
+class _DividedBlock:
     """An attention or MLP with divided layers: its input, and its random numbers.
 
-    The input is one tensor for all layers that are divided by columns: gradients of queries, keys
-    and values are added up on each rank before the ranks add up theirs, so that they send one and
-    not three.
+    The input is one tensor for all layers that are divided by columns: each rank adds up the
+    gradients of queries, keys and values before the ranks add up their sums, so that they send one
+    tensor and not three.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self._module, self._mesh, self._draws = module, mesh, draws(module)
         self._local: torch.Tensor | None = None
-        self._whole: DTensor | None = None
+        self._replicated: DTensor | None = None
         self._before: torch.Tensor | None = None
-        # After an error too, with which a recomputation ends once it has what it needs.
+        # After an error too: recomputation ends with one once it has all that it needs.
         module.register_forward_hook(self._leave, always_call=True)
 
-    def whole(self, local: torch.Tensor) -> DTensor:
-        """Returns the same for the same tensor, until the module's forward ends."""
-        if self._whole is None or self._local is not local:
+    def replicated(self, local: torch.Tensor) -> DTensor:
+        """Returns an input as a DTensor: the same object until the module's forward ends."""
+        if self._replicated is None or self._local is not local:
             self._local = local
-            self._whole = DTensor.from_local(local, self._mesh, [Replicate()], run_check=False)
-        return self._whole
+            self._replicated = DTensor.from_local(local, self._mesh, [Replicate()], run_check=False)
+        return self._replicated
 
     def draw_apart(self, layer: nn.Module, cut: Cut) -> None:
         """Has a rank draw its own numbers from one layer to the next; see [Note: two streams]."""
@@ -177,7 +177,7 @@ class _Home:
             layer.register_forward_hook(self._begin)
 
     def _begin(self, *_: Any) -> None:
-        """Goes on from a seed that all ranks of the group draw alike, each from its own place."""
+        """Seeds the generator with a number that all ranks draw alike, plus the rank's."""
         if self._before is not None or not self._module.training:
             return
         generator = self._generator()
@@ -198,7 +198,7 @@ class _Home:
             self._before = None
 
     def _leave(self, *_: Any) -> None:
-        self._local = self._whole = None  # they would be in memory until the next forward
+        self._local = self._replicated = None  # they would be in memory until the next forward
         self._end()
 
     def _generator(self) -> torch.Generator:
@@ -213,7 +213,7 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a module has dropout, as a module or as a number."""
+    """Says whether a module has dropout, as a module or as a number."""
     for part in module.modules():
         values = {"dropout": part.p} if isinstance(part, nn.Dropout) else vars(part)
         for name, value in values.items():
@@ -226,19 +226,19 @@ def draws(module: nn.Module) -> bool:
 
 
 def _install(
-    module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int, home: _Home | None
+    module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int, block: _DividedBlock | None
 ) -> None:
     """Has a layer take and give plain tensors, with DTensors inside."""
     by_columns, by_rows, norm = (cut.kind == kind for kind in ("columns", "rows", "norm"))
-    whole = cut.gathers or by_rows or cut.kind == "embedding"
+    gives_full = cut.gathers or by_rows or cut.kind == "embedding"
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         first, *others = args
         if not isinstance(first, torch.Tensor) or isinstance(first, DTensor):
             return args
-        # A graph would take the state of `home` for a constant, or break at it.
-        if by_columns and home is not None and not torch.compiler.is_compiling():
-            return (home.whole(first), *others)
+        # A graph would take the state of `block` for a constant, or break at it.
+        if by_columns and block is not None and not torch.compiler.is_compiling():
+            return (block.replicated(first), *others)
         if padding and by_rows:
             first = nn.functional.pad(first, (0, padding))
         # Which dimension does not matter to a norm: it treats all but the last one alike.
@@ -248,7 +248,7 @@ def _install(
     def leave(_: nn.Module, _args: Any, output: Any) -> Any:
         if not isinstance(output, DTensor):
             return output
-        placement = Replicate() if whole else Shard(0 if norm else output.ndim - 1)
+        placement = Replicate() if gives_full else Shard(0 if norm else output.ndim - 1)
         # Adds up or exchanges, in forward and the other way round in backward.
         if output.placements != (placement,):
             output = output.redistribute(placements=[placement])
@@ -264,15 +264,15 @@ def _install(
 
 
 def _cut_off_padding(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
-    """Has a layer return what it would without rows of padding, to whoever calls its forward."""
-    usual = module.forward
+    """Has a layer return its output without the rows of padding, also from `forward` itself."""
+    original = module.forward
     if is_conv1d(module):
         # Its forward shapes the output by this number:
         # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/pytorch_utils.py#L117
         module.nf = module.nf + padding * mesh.size()  # pyright: ignore[reportArgumentType, reportOperatorIssue]
 
     def forward(*args: Any) -> Any:
-        output = usual(*args)
+        output = original(*args)
         if not isinstance(output, DTensor):
             return output
         part = output.to_local()[..., :-padding].contiguous()
@@ -284,27 +284,27 @@ def _cut_off_padding(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
 def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
     """Has an embedding look up the words of this rank, which are zero on the other ranks.
 
-    Torch's own for a DTensor takes what is no word for one of another rank, and remembers the
-    number of words of the first model of a process, whatever another one has.
+    Torch's own lookup for a DTensor takes a number that is no word for a word of another rank, and
+    uses the number of words of the first model of a process for all models.
 
     Source: `embedding_dense_backward` is cached without it,
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/tensor/_ops/_embedding_ops.py#L237
     """
-    usual = module.forward
+    original = module.forward
 
     def forward(words: torch.Tensor) -> Any:
         weight = module._parameters["weight"]
         if not isinstance(weight, DTensor):
-            return usual(words)
-        own = weight.to_local()
-        rows = len(own) - padding
+            return original(words)
+        rows_of_rank = weight.to_local()
+        rows = len(rows_of_rank) - padding
         local = words - mesh.get_local_rank() * rows
         wrong = (words < 0) | (words >= rows * mesh.size())
-        elsewhere = ((local < 0) | (local >= rows)) & ~wrong
+        is_remote = ((local < 0) | (local >= rows)) & ~wrong
         # No row of any rank, so that all of them raise.
-        local = local.masked_fill(elsewhere, 0).masked_fill(wrong, len(own))
-        found = nn.functional.embedding(local, own)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return DTensor.from_local(found, mesh, [Partial()], run_check=False)
+        local = local.masked_fill(is_remote, 0).masked_fill(wrong, len(rows_of_rank))
+        embedded = nn.functional.embedding(local, rows_of_rank)
+        embedded = embedded.masked_fill(is_remote.unsqueeze(-1), 0)
+        return DTensor.from_local(embedded, mesh, [Partial()], run_check=False)
 
     module.forward = forward

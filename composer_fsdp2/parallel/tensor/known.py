@@ -1,8 +1,9 @@
-"""How single layers, and attention and MLP blocks that are known, are divided. Names and numbers.
+"""Says how single layers and known blocks of attention and MLP are divided, by names and numbers.
 
 [Note: adapters] An adapter adds `up(down(x))` to the output of a layer. Beside a layer divided by
-columns, `down` is whole and `up` is divided by columns, as the layer is. Beside one divided by
-rows, `down` is divided by rows and `up` is whole. So the added term is divided like the output.
+columns, `down` is replicated and `up` is divided by columns, as the layer is. Beside a layer
+divided by rows, `down` is divided by rows and `up` is replicated. So the added term is divided like
+the output.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ __all__ = [
     "Cut",
     "KnownBlock",
     "adapter_cuts",
+    "block_with",
     "has_weight",
-    "home_of",
     "is_adapted",
     "is_conv1d",
     "is_linear",
@@ -45,11 +46,11 @@ class Cut:
     """sizes of the blocks of a fused projection, one after the other; each is cut by itself"""
 
     def dim_of(self, attribute: str, module: nn.Module) -> int | None:
-        """Returns which dimension of a parameter is divided, `None` where each rank has it whole.
+        """Returns the dimension of a parameter that is divided; `None` if it is replicated.
 
         Args:
-            attribute: its name in the layer.
-            module: the layer.
+            attribute: the name of the parameter in the layer.
+            module: the layer, which says how its weight is stored.
         """
         if self.kind == "norm" or (self.kind == "rows" and attribute == "bias"):
             return None
@@ -71,7 +72,7 @@ _COLUMNS, _ROWS = Cut(kind="columns"), Cut(kind="rows")
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a linear layer with low-rank adapters of PEFT, which is not imported."""
+    """Says whether a module is PEFT's linear layer with low-rank adapters, without importing it."""
     kind = type(module)
     return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
 
@@ -81,21 +82,21 @@ def _layer_of(module: nn.Module) -> nn.Module:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' linear layer, whose weight is (input, output)."""
+    """Says whether a module is transformers' linear layer, whose weight is (input, output)."""
     module = _layer_of(module)
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies with one matrix in a usual forward; adapters may add to it."""
+    """Says whether a module is a linear layer with torch's forward; it may have adapters."""
     module = _layer_of(module)
     # A class with a forward of its own may do more than multiply, as quantised layers do.
-    usual = type(module).forward is nn.Linear.forward and isinstance(module, nn.Linear)
-    return usual or is_conv1d(module)
+    is_plain = type(module).forward is nn.Linear.forward and isinstance(module, nn.Linear)
+    return is_plain or is_conv1d(module)
 
 
 def has_weight(module: nn.Module) -> bool:
-    """Whether the matrix of a linear layer is a parameter, and not computed from others."""
+    """Says whether the matrix of a linear layer is a parameter, and not computed from others."""
     return _layer_of(module)._parameters.get("weight") is not None
 
 
@@ -109,7 +110,7 @@ def sizes_of_linear(module: nn.Module) -> tuple[int, int]:
 
 
 def adapter_cuts(module: nn.Module, cut: Cut) -> Iterator[tuple[str, Cut | None]]:
-    """Yields how a layer and its adapters are divided, `None` for whole; see [Note: adapters]."""
+    """Yields cuts of a layer and its adapters, `None` if replicated; see [Note: adapters]."""
     yield "base_layer", cut
     columns = cut.kind == "columns"
     up = Cut(kind="columns", gathers=cut.gathers, blocks=cut.blocks)
@@ -119,7 +120,7 @@ def adapter_cuts(module: nn.Module, cut: Cut) -> Iterator[tuple[str, Cut | None]
         yield f"lora_B.{name}", up if columns else None
 
 
-def home_of(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, bool]:
+def block_with(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, bool]:
     """Returns the attention or MLP that a layer is in, and whether it belongs to an adapter."""
     parent, _, child = name.rpartition(".")
     outer = parent.rpartition(".")[0]
@@ -131,14 +132,14 @@ def home_of(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, bool]:
 
 
 def unknown_adapter(tree: ModuleTree) -> str | None:
-    """Returns why an adapter of a model does not go with divided layers, if one does not."""
-    known = {name: module for name, module in tree.modules() if is_adapted(module)}
+    """Returns why an adapter of a model does not go with divided layers; `None` if all do."""
+    adapted = {name: module for name, module in tree.modules() if is_adapted(module)}
     for ref in tree.params:
         if "lora_" in ref.name:
             layer = ref.name.partition(".lora_")[0]
-            if layer not in known or ".lora_magnitude" in ref.name:
+            if layer not in adapted or ".lora_magnitude" in ref.name:
                 return f"'{ref.name}' is of an adapter that is not a plain LoRA of a linear layer"
-    for name, module in known.items():
+    for name, module in adapted.items():
         if any(part.p > 0 for part in module.modules() if isinstance(part, nn.Dropout)):
             return f"adapters of '{name}' have dropout, whose numbers ranks would not draw alike"
     return None
@@ -152,9 +153,9 @@ class KnownBlock:
     """One attention or MLP."""
 
     cuts: dict[str, Cut]
-    """by the name of the child"""
+    """cut of each layer, by the name of the child"""
     heads: dict[str, int] = field(default_factory=dict[str, int])
-    """kind of heads -> how many there are; each number must be divisible"""
+    """kind of heads -> number of heads, which the degree has to divide"""
     head_size: int | None = None
     counts: dict[str, int] = field(default_factory=dict[str, int])
     """attributes that are divided by the degree; `config.` before a name is the module's own copy
@@ -190,14 +191,14 @@ _FUSED_MLP = ("gate_up_proj", "down_proj")
 _FUSED_MLPS = {"Phi3MLP", "GlmMLP", "Glm4MLP"}
 _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "kv_n_heads")
 _WIDTHS = ("hidden_size", "embed_dim")
-"""by which an attention shapes the output of its heads"""
+"""attributes by which an attention shapes the output of its heads"""
 
 
 def known_layers(name: str, module: nn.Module) -> KnownBlock | None:
-    """Returns how a module is divided if it is an attention or MLP that is known.
+    """Returns how a known attention or MLP is divided; `None` for another module.
 
     Raises:
-        PlanError: it is known, and something in it is not.
+        PlanError: a known module has a part that is not known.
     """
     children = {child: part for child, part in module._modules.items() if part is not None}
     linear = {child for child, part in children.items() if is_linear(part)}
@@ -223,7 +224,7 @@ def _fused_attention(name: str, module: nn.Module) -> KnownBlock:
         layer = module._modules[key]
         if layer is None or not is_linear(layer):
             raise PlanError(_unusual(name, f"its {key} is a {type(layer).__name__}"))
-    # What follows is in attentions of these names, and computes with more than its own heads.
+    # Attentions of these names may compute with more than their own heads.
     if attribute_of(module, "is_cross_attention") is True:
         raise PlanError(_unusual(name, "it attends to another sequence"))
     if attribute_of(module, "reuse_kv_layer_idx") is not None:
@@ -264,8 +265,8 @@ def _separate_attention(name: str, module: nn.Module, names: Sequence[str]) -> K
     if key != value:
         raise PlanError(_unusual(name, "its keys and values have different sizes"))
     heads, kv_heads = query // size, key // size
-    # Which of these a class has, and shapes by, differs from model to model. One of another size
-    # is not a number of these heads.
+    # Classes have some of these attributes, and shape by them. An attribute with another value does
+    # not count these heads.
     counted = dict.fromkeys(_COUNTS, (heads, kv_heads)) | dict.fromkeys(_WIDTHS, (query,))
     return KnownBlock(
         cuts=dict.fromkeys(projections, _COLUMNS) | {output: _ROWS},

@@ -1,9 +1,9 @@
-"""Deciding which layers are divided between the ranks of a tensor group. Changes nothing.
+"""Decides which layers are divided between the ranks of a tensor group. Changes nothing.
 
-[Note: which plan] A layer is divided as the user writes. Otherwise as is known for its attention or
-MLP, then as the plan says that Hugging Face has for the model, then, for a head called `lm_head`,
-by the vocabulary. A plan says how outputs add up, so what lies between two divided layers must be
-known as well: it sees one rank's part.
+[Note: which plan] A layer is divided as the user writes. Otherwise as its attention or MLP is, if
+that is known, then as Hugging Face's plan for the model says, then, for a head called `lm_head`, by
+the vocabulary. A plan says how outputs add up, so modules between two divided layers must be known
+as well: they see one rank's part.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from composer_fsdp2.parallel.tensor.known import (
     Cut,
     KnownBlock,
     adapter_cuts,
+    block_with,
     has_weight,
-    home_of,
     is_adapted,
     is_conv1d,
     is_linear,
@@ -50,11 +50,11 @@ class LayerPlan:
 
     degree: int
     cuts: Mapping[str, Cut]
-    """by name, in the order of the model"""
+    """cut of each layer, by name, in the order of the model"""
     padding: Mapping[str, int]
     """name of a layer -> rows that are added to each rank's part; see [Note: padding]"""
     counts: Mapping[str, Mapping[str, int]]
-    """name of a module -> attributes that are divided by the degree, and what they were"""
+    """name of a module -> attributes that are divided by the degree -> their value in the model"""
     whole: tuple[str, ...] = ()
     """layers that would be divided, if their sizes allowed it"""
 
@@ -72,16 +72,16 @@ class _Search:
     tree: ModuleTree
     spec: TensorSpec
     modules: dict[str, nn.Module]
-    asked: dict[str, str]
-    known: dict[str, KnownBlock] = field(default_factory=dict[str, KnownBlock])
+    styles: dict[str, str]
+    blocks: dict[str, KnownBlock] = field(default_factory=dict[str, KnownBlock])
     cuts: dict[str, Cut] = field(default_factory=dict[str, Cut])
     whole: list[str] = field(default_factory=list[str])
-    beside: set[str] = field(default_factory=set[str])
-    """parts of adapters that are whole on each rank"""
+    adapter_parts: set[str] = field(default_factory=set[str])
+    """parts of adapters that are replicated"""
 
 
 def plan_layers(
-    tree: ModuleTree, spec: TensorSpec, shard: int, held: Sequence[str] = ()
+    tree: ModuleTree, spec: TensorSpec, shard: int, expert_modules: Sequence[str] = ()
 ) -> LayerPlan:
     """Decides which layers are divided; see [Note: which plan].
 
@@ -90,17 +90,17 @@ def plan_layers(
     Args:
         tree: the model, before anything is changed.
         spec: `tensor_parallel`.
-        shard: ranks over which FSDP2 shards what a tensor group holds.
-        held: modules whose parts ranks hold between them, each of them whole.
+        shard: ranks over which FSDP2 shards each tensor rank's part.
+        expert_modules: names of modules whose experts ranks share, which are not divided.
 
     Raises:
         PlanError: for a model in which nothing is known, sizes that do not divide, and layers
             whose neighbours are not known.
     """
-    inside = tuple(f"{name}." for name in held)
+    inside = tuple(f"{name}." for name in expert_modules)
     modules = {n: module for n, module in tree.modules() if not f"{n}.".startswith(inside)}
-    search = _Search(tree, spec, modules, _asked(tree, spec))
-    for name, style in search.asked.items():
+    search = _Search(tree, spec, modules, _written_styles(tree, spec))
+    for name, style in search.styles.items():
         if name not in modules and style != "whole":
             raise PlanError(
                 f"tensor_parallel.layer_plan gives '{name}' the style {style}, and it belongs to "
@@ -119,9 +119,9 @@ def plan_layers(
             f"Classes in this model: {', '.join(kinds)}."
         )
     # Blocks of which the user keeps every layer whole are no blocks any more.
-    search.known = {
+    search.blocks = {
         name: block
-        for name, block in search.known.items()
+        for name, block in search.blocks.items()
         if any(child_name(name, child) in search.cuts for child in block.cuts)
     }
     _check_blocks(search)
@@ -129,7 +129,7 @@ def plan_layers(
     for name in [name for name in search.cuts if is_adapted(search.modules[name])]:
         for child, cut in adapter_cuts(search.modules[name], search.cuts.pop(name)):
             if cut is None:
-                search.beside.add(child_name(name, child))
+                search.adapter_parts.add(child_name(name, child))
             else:
                 search.cuts[child_name(name, child)] = cut
     _check_between(search)
@@ -142,17 +142,17 @@ def plan_layers(
             for name, cut in search.cuts.items()
             if (padding := -_shared_rows(search.modules[name], cut) // spec.degree % shard)
         },
-        counts={name: block.counts for name, block in search.known.items() if block.counts},
+        counts={name: block.counts for name, block in search.blocks.items() if block.counts},
         whole=tuple(search.whole),
     )
 
 
-def _asked(tree: ModuleTree, spec: TensorSpec) -> dict[str, str]:
-    """The style that the user writes for each layer; the last pattern that matches counts."""
+def _written_styles(tree: ModuleTree, spec: TensorSpec) -> dict[str, str]:
+    """Returns the user's style for each layer; the last pattern that matches counts."""
     patterns = [pattern for pattern, _ in spec.layer_plan]
     if problems := list(unmatched_names(tree, patterns, "tensor_parallel.layer_plan")):
         raise PlanError("\n".join(problems))
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for pattern, style in spec.layer_plan:
         matches = matcher(pattern)
         named = [name for name, module in tree.modules() if matches(name) and is_linear(module)]
@@ -161,13 +161,13 @@ def _asked(tree: ModuleTree, spec: TensorSpec) -> dict[str, str]:
                 f"tensor_parallel.layer_plan holds '{pattern}': {style}, which matches no linear "
                 "layer. It is not known how another module is divided. Write the names of layers."
             )
-        found.update(dict.fromkeys(named, style))
-    return found
+        styles.update(dict.fromkeys(named, style))
+    return styles
 
 
 def _check_weights(search: _Search) -> None:
     for name, module in search.modules.items():
-        if is_linear(module) and search.asked.get(name) != "whole" and not has_weight(module):
+        if is_linear(module) and search.styles.get(name) != "whole" and not has_weight(module):
             raise PlanError(
                 f"The weight of '{name}' is computed from other parameters in every forward, as "
                 "weight_norm and spectral_norm do. Tensor parallelism divides a weight once, and "
@@ -178,7 +178,7 @@ def _check_weights(search: _Search) -> None:
 
 
 def _find_cuts(search: _Search) -> None:
-    """Looks in the order of [Note: which plan], the weakest first."""
+    """Fills in the cuts, in the order of [Note: which plan], the weakest first."""
     for name, style in _styles_of_model(search).items():
         # Norms and the like have styles too, which a rank computes whole.
         if (cut := _STYLES[style]) is not None and is_linear(search.modules[name]):
@@ -186,24 +186,24 @@ def _find_cuts(search: _Search) -> None:
     linear = [name for name, module in search.modules.items() if is_linear(module)]
     for name, module in search.modules.items():
         start = f"{name}."
-        inside = [n for n in linear if n.startswith(start)] if search.asked else []
-        kept_whole = inside and all(search.asked.get(layer) == "whole" for layer in inside)
+        inside = [n for n in linear if n.startswith(start)] if search.styles else []
+        kept_whole = inside and all(search.styles.get(layer) == "whole" for layer in inside)
         if not kept_whole and (block := known_layers(name, module)) is not None:
-            search.known[name] = block
+            search.blocks[name] = block
             search.cuts.update({child_name(name, child): cut for child, cut in block.cuts.items()})
             _add_norms(search, name, module, block)
         elif name.rpartition(".")[2] == "lm_head" and name in linear:
             search.cuts.setdefault(name, Cut(kind="columns", gathers=True))
-    for name, style in search.asked.items():
-        cut, known = _STYLES[style], search.cuts.get(name)
+    for name, style in search.styles.items():
+        cut, current = _STYLES[style], search.cuts.get(name)
         if cut is None:
             search.cuts.pop(name, None)
-        elif known is None or (known.kind, known.gathers) != (cut.kind, cut.gathers):
+        elif current is None or (current.kind, current.gathers) != (cut.kind, cut.gathers):
             search.cuts[name] = cut  # without the blocks that a known cut has
 
 
 def _add_norms(search: _Search, name: str, module: nn.Module, block: KnownBlock) -> None:
-    """Norms of single heads have a whole weight on each rank, and a gradient of its heads."""
+    """Adds norms of single heads: weights are replicated, gradients those of the rank's heads."""
     for child, part in module._modules.items():
         if part is None or child in block.cuts or block.head_size is None:
             continue
@@ -218,13 +218,13 @@ def _styles_of_model(search: _Search) -> dict[str, str]:
     Raises:
         PlanError: for a style that is not known here.
     """
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for name, module in search.modules.items():
         for pattern, written in _plan_of(name, module):
             style, matches = _RENAMED.get(written, written), matcher(pattern)
             named = [n for n in search.modules if matches(n)]
             if style in _STYLES:
-                found.update(dict.fromkeys(named, style))
+                styles.update(dict.fromkeys(named, style))
                 continue
             parents = {n.rpartition(".")[0] for n in named}
             if not all(known_layers(parent, search.modules[parent]) for parent in parents):
@@ -235,13 +235,13 @@ def _styles_of_model(search: _Search) -> dict[str, str]:
                     "parallelism out for this model, or have ranks hold whole experts between "
                     "them: write ep: {degree: 2} beside tp."
                 )
-    return found
+    return styles
 
 
 def _plan_of(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yields patterns with full names.
 
-    The class's own plan is of the model, the configuration's of the base model in it.
+    The plan of a class is for the model, that of its configuration for the base model in it.
 
     Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L1917
     """
@@ -249,8 +249,8 @@ def _plan_of(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     if not isinstance(prefix, str):
         return
     # `vars`, because models inherit the attribute, and get one of their own in `post_init`.
-    own: Any = vars(type(module)).get("_tp_plan") or {}
-    yield from ((child_name(name, key), style) for key, style in own.items())
+    class_plan: Any = vars(type(module)).get("_tp_plan") or {}
+    yield from ((child_name(name, key), style) for key, style in class_plan.items())
     base: Any = getattr(attribute_of(module, "config"), "base_model_tp_plan", None) or {}
     if module._modules.get(prefix) is not None:
         name = child_name(name, prefix)
@@ -263,7 +263,7 @@ def _plan_of(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _leave_heads_whole(search: _Search) -> None:
-    """Divides a vocabulary only where its size allows it, and with it the embedding tied to it."""
+    """Leaves heads undivided whose size does not allow it; divides embeddings tied to others."""
     # A head that shares its weight with the embedding is divided only together with it.
     # Names of a module that is registered twice are those of its first place.
     ties = [
@@ -271,7 +271,7 @@ def _leave_heads_whole(search: _Search) -> None:
         for group in tied_groups(search.tree)
     ]
     tied = {name: group for group in ties for name in group}
-    for name in [n for n, cut in search.cuts.items() if cut.gathers and n not in search.asked]:
+    for name in [n for n, cut in search.cuts.items() if cut.gathers and n not in search.styles]:
         module = search.modules[name]
         partners = [n.rpartition(".")[0] for n in tied.get(f"{name}.weight", ())]
         others = [partner for partner in partners if partner != name]
@@ -291,9 +291,9 @@ def _leave_heads_whole(search: _Search) -> None:
         layer = child_name(name, "base_layer") if is_adapted(search.modules[name]) else name
         kinds[child_name(layer, "weight")] = cut.kind
     for group in ties:
-        found = {kinds.get(name, "") for name in group}
+        kinds_of_group = {kinds.get(name, "") for name in group}
         # A head by columns and an embedding by words have the same rows on each rank.
-        if len(found) > 1 and found != {"columns", "embedding"}:
+        if len(kinds_of_group) > 1 and kinds_of_group != {"columns", "embedding"}:
             raise PlanError(
                 f"{', '.join(repr(name) for name in group)} are one weight, and tensor parallelism "
                 "would divide it differently in each place. That would untie them. Keep their "
@@ -309,9 +309,9 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 
 def _check_blocks(search: _Search) -> None:
-    """Blocks are divided as a whole, and into whole heads."""
+    """Refuses blocks of which a part is not divided, and heads that ranks cannot share."""
     degree = search.spec.degree
-    for name, block in search.known.items():
+    for name, block in search.blocks.items():
         missing = [child for child in block.cuts if child_name(name, child) not in search.cuts]
         if missing:
             raise PlanError(
@@ -331,19 +331,19 @@ def _check_blocks(search: _Search) -> None:
 
 def _check_between(search: _Search) -> None:
     """Refuses unknown parts between divided layers, which see one rank's part."""
-    kinds: dict[str, set[str]] = {}
+    kinds_of: dict[str, set[str]] = {}
     for name, cut in search.cuts.items():
         if cut.kind in ("columns", "rows") and not cut.gathers:
-            home, is_adapter = home_of(name, search.modules)
-            kinds.setdefault(home, set()).update(() if is_adapter else (cut.kind,))
-    covered = search.cuts.keys() | search.beside
+            block, is_adapter = block_with(name, search.modules)
+            kinds_of.setdefault(block, set()).update(() if is_adapter else (cut.kind,))
+    covered = search.cuts.keys() | search.adapter_parts
     uncovered = [
         ref.name for ref in search.tree.params if ref.name.rpartition(".")[0] not in covered
     ]
-    for parent, found in kinds.items():
-        if found != {"columns", "rows"}:
+    for parent, kinds in kinds_of.items():
+        if kinds != {"columns", "rows"}:
             raise PlanError(
-                f"tensor_parallel.layer_plan divides layers of '{parent}' by {found.pop()} alone. "
+                f"tensor_parallel.layer_plan divides layers of '{parent}' by {kinds.pop()} alone. "
                 "Nothing would put the parts together. Write colwise for the layers that go in "
                 "and rowwise for the one that comes out."
             )
@@ -375,9 +375,9 @@ def _check_sizes(search: _Search) -> None:
 
 
 def _shared_rows(module: nn.Module, cut: Cut) -> int:
-    """Rows that both the tensor group and FSDP2 divide, 0 where there are none.
+    """Returns the rows that both the tensor group and FSDP2 divide, 0 where there are none.
 
-    Source: torch shards them evenly alone,
+    Source: torch shards such rows evenly alone,
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L331
     """
     params = ((name, param) for name, param in module._parameters.items() if param is not None)

@@ -1,7 +1,7 @@
-"""Tensor parallelism: divides layers between ranks, before FSDP2 shards what is left.
+"""Tensor parallelism: divides layers between ranks, before FSDP2 shards each rank's part.
 
 [Note: one stream] Ranks of a group compute the same outside of divided layers, so dropout there
-must draw the same numbers on all of them. Each of them takes the random state of the first one
+must draw the same numbers on all of them. Each takes the random state of the group's first rank
 before the first step. Composer gives every rank a seed of its own, and gives back the states of a
 checkpoint by rank, so this happens again in each `fit`.
 """
@@ -98,8 +98,8 @@ class TensorParallel(Parallelism["LayerPlan"]):
         # Imported on demand: see [Note: dividing].
         from composer_fsdp2.parallel.tensor.layers import plan_layers
 
-        held = [unit.module for unit in facts.units.units if unit.holders > 1]
-        return plan_layers(facts.tree, spec, facts.shard_ranks, held)
+        expert_modules = [unit.module for unit in facts.units.units if unit.holders > 1]
+        return plan_layers(facts.tree, spec, facts.shard_ranks, expert_modules)
 
     def apply_on(self, tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> AppliedParallelism:
         """Divides the layers of the plan. Collective: yes, over the default group."""
@@ -120,16 +120,16 @@ class TensorParallel(Parallelism["LayerPlan"]):
     def sizes(
         self, tree: ModuleTree, plan: LayerPlan, units: WrapPlan, shape: MeshShape
     ) -> GroupSizes:
-        """Returns what a rank of a run holds and gathers."""
+        """Returns sizes of a rank's shards and of its largest gathered unit."""
         same, owners = tree.weight_of, units.owner_of()
         modules, cut = dict(tree.modules()), set[int]()
         for ref in tree.params:
             name, _, attribute = ref.name.rpartition(".")
-            known = plan.cuts.get(name)
-            if known is not None and known.dim_of(attribute, modules[name]) is not None:
+            layer_cut = plan.cuts.get(name)
+            if layer_cut is not None and layer_cut.dim_of(attribute, modules[name]) is not None:
                 cut.add(same[id(ref.param)])
         gathered: dict[str, int] = {}
-        held = held_bytes = divided = elements = 0
+        shard_elements = shard_bytes = divided = elements = 0
         for number, ref in {same[id(ref.param)]: ref for ref in reversed(tree.params)}.items():
             size = ref.param.numel()
             unit = owners.get(ref.name)
@@ -137,7 +137,10 @@ class TensorParallel(Parallelism["LayerPlan"]):
             part = -(-size // plan.degree) if number in cut or holders > 1 else size
             share = -(-part // shape.shard)  # the first rank's, which has the most
             elements, divided = elements + size, divided + size * (number in cut)
-            held, held_bytes = held + share, held_bytes + share * ref.param.element_size()
+            shard_elements, shard_bytes = (
+                shard_elements + share,
+                shard_bytes + share * ref.param.element_size(),
+            )
             if unit is not None:
                 name = unit.module or "<root>"
                 gathered[name] = gathered.get(name, 0) + (size // holders if holders > 1 else part)
@@ -147,8 +150,8 @@ class TensorParallel(Parallelism["LayerPlan"]):
             layers=len(plan.cuts),
             divided=divided,
             elements=elements,
-            held=held,
-            held_bytes=held_bytes,
+            held=shard_elements,
+            held_bytes=shard_bytes,
             gathered=gathered[largest],
             largest=largest,
         )
@@ -188,16 +191,16 @@ class _TensorGroup(SameBatchGroup):
     why = "in one group of tensor parallelism", "add up parts of different samples"
 
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has its state dicts show the order of the model."""
+        """Has state dicts of the optimizer show the order of the model."""
         show_model_order_of_states(optimizer)
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Collective: yes, over the default group, in the first forward after `begin`."""
+        """Compares batches. Collective: yes, over the default group, at times of `compare`."""
         if self.compare(inputs, model.training) and model.training:
             self.share_random_state(next(model.parameters()).device)
 
     def share_random_state(self, device: torch.device) -> None:
-        """Has all ranks of the group go on with the state of its first one. Collective: yes."""
+        """Gives all ranks the random state of the group's first rank. Collective: yes."""
         first = dist.get_global_rank(self.group, 0)
         # NCCL sends nothing from CPU memory.
         state = torch.get_rng_state().to(device)
