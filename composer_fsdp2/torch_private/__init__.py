@@ -7,6 +7,6 @@ with the feature that needs it, and all rows of a run's features are looked up b
 changed. The dicts `_parameters`, `_buffers` and `_modules` of modules and the counter `_version` of
 tensors may be used anywhere: they have not changed since modules exist, and everybody reads them.
 
-A unit's parameters are gathered and reduced in groups. Groups and their parameters are `Any`
-elsewhere, and only given to functions of this folder.
+A unit's parameters are gathered and reduced in groups. Groups and their parameters are `Any` in
+other folders, which only pass them to functions of this folder.
 """

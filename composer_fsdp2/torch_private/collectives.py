@@ -1,4 +1,4 @@
-"""Goes around every collective that Python starts, and describes it for ranks that join it."""
+"""Wraps every collective that Python starts, and describes it for ranks that join it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _FUNCTIONAL = (
 """collectives of DTensor, which return their result"""
 
 _SIZES = ("output_split_sizes", "input_split_sizes")
-"""where they are given, ranks send each other different amounts: nobody could join without them"""
-_OWN = ("group", "async_op")
-"""arguments that a rank which joins chooses itself"""
+"""arguments with which ranks send each other different amounts, so that nobody could join"""
+_CHOSEN_BY_RANK = ("group", "async_op")
+"""arguments that each rank chooses itself when it joins"""
 _ALIGNED_BYTES = 256
 
 Joined = tuple[str, dict[str, Any]]
@@ -50,14 +50,14 @@ class _Tensor:
 
     @property
     def room_bytes(self) -> int:
-        """Returns its bytes, rounded up so that the next tensor is aligned."""
+        """Returns the tensor's bytes, rounded up so that the next tensor is aligned."""
         size = math.prod(self.shape) * self.dtype.itemsize
         return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Holds one call that has not been made yet."""
+    """Holds one call of a collective that has not been made yet."""
 
     key: str
     original: Callable[..., Any]
@@ -71,28 +71,28 @@ class Collective:
 
     def described(self) -> Joined:
         """Returns the values that `join` needs, without tensors."""
-        given = self.given.items()
-        return self.key, {name: _described(value) for name, value in given if name not in _OWN}
+        arguments = self.given.items()
+        return self.key, {n: _described(v) for n, v in arguments if n not in _CHOSEN_BY_RANK}
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _Tensor(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, list | tuple):
-        return [_described(one) for one in value]
+        return [_described(item) for item in value]
     # NCCL wants one operation on all ranks; one that multiplies holds its factor.
     return value if isinstance(value, bool | int | str | dist.ReduceOp) else None
 
 
-def _real(value: Any, scratch: dict[str, torch.Tensor], taken: dict[str, int]) -> Any:
-    """Replaces descriptions of tensors by parts of `scratch`, and counts in `taken` their bytes."""
+def _real(value: Any, scratch: dict[str, torch.Tensor], used_bytes: dict[str, int]) -> Any:
+    """Replaces descriptions of tensors by parts of `scratch`; `used_bytes` counts their bytes."""
     if isinstance(value, list):
-        return [_real(one, scratch, taken) for one in value]
+        return [_real(item, scratch, used_bytes) for item in value]
     if not isinstance(value, _Tensor):
         return value
     kind, count = value.device_type, math.prod(value.shape)
-    begin = taken.get(kind, 0)
-    taken[kind] = end = begin + value.room_bytes
+    begin = used_bytes.get(kind, 0)
+    used_bytes[kind] = end = begin + value.room_bytes
     return scratch[kind][begin:end].view(value.dtype)[:count].view(value.shape)
 
 
@@ -104,9 +104,9 @@ def join(collectives: Sequence[Joined], group: dist.ProcessGroup) -> None:
     """
     most: dict[str, int] = {}
     for _, others in collectives:
-        found = [leaf for leaf in tree_leaves(others) if isinstance(leaf, _Tensor)]
-        for kind in {one.device_type for one in found}:
-            room = sum(one.room_bytes for one in found if one.device_type == kind)
+        tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, _Tensor)]
+        for kind in {tensor.device_type for tensor in tensors}:
+            room = sum(tensor.room_bytes for tensor in tensors if tensor.device_type == kind)
             most[kind] = max(room, most.get(kind, 0))
     scratch = {
         kind: torch.zeros(room, dtype=torch.uint8, device=kind) for kind, room in most.items()
@@ -114,13 +114,13 @@ def join(collectives: Sequence[Joined], group: dist.ProcessGroup) -> None:
     for key, others in collectives:
         original, signature = _originals()[key]
         for room in scratch.values():
-            room.zero_()  # of what the last one left
-        taken: dict[str, int] = {}
-        made = {name: _real(value, scratch, taken) for name, value in others.items()}
+            room.zero_()  # the last collective has written here
+        used_bytes: dict[str, int] = {}
+        arguments = {name: _real(value, scratch, used_bytes) for name, value in others.items()}
         if "async_op" in signature.parameters:
-            made["async_op"] = True
-        under_way = original(**made, group=group)
-        # Functional collectives return the result and no handle; it is waited for by itself.
+            arguments["async_op"] = True
+        under_way = original(**arguments, group=group)
+        # Functional collectives return the result and no handle: wait for the result.
         if isinstance(under_way, torch.Tensor):
             functional.wait_tensor(under_way)
         elif hasattr(under_way, "wait"):
@@ -128,7 +128,7 @@ def join(collectives: Sequence[Joined], group: dist.ProcessGroup) -> None:
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:
-    """Returns this rank's group of that name, `None` if this rank is not in it."""
+    """Returns the process group of a name, `None` if this rank is not in it."""
     try:
         return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateImportUsage]
     except (RuntimeError, ValueError, KeyError):
@@ -138,25 +138,25 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 @functools.cache
 def _originals() -> dict[str, tuple[Callable[..., Any], inspect.Signature]]:
     # Torch wraps its public collectives in a logger of errors; others may have wrapped them too.
-    calls = {key: inspect.unwrap(getattr(*place)) for key, place in _places().items()}
+    calls = {key: inspect.unwrap(getattr(*slot)) for key, slot in _functions().items()}
     return {key: (call, inspect.signature(call)) for key, call in calls.items()}
 
 
-def _places() -> dict[str, tuple[Any, str]]:
+def _functions() -> dict[str, tuple[Any, str]]:
     rows = [(dist, name) for name in _PUBLIC] + [(functional, name) for name in _FUNCTIONAL]
     return {f"{o.__name__}.{n}": (o, n) for o, n in rows if hasattr(o, n)}
 
 
 @contextlib.contextmanager
 def around_collectives(around: Callable[[Collective], Any]) -> Generator[None]:
-    """Has `around` called in place of every collective, for the duration of a block.
+    """Calls `around` instead of every collective, for the duration of a block.
 
     Collective: no. `around` gets the call and makes it, in whichever thread that is. Others may
     replace the same functions inside of the block.
     """
     active = [True]
     replaced: list[tuple[Any, str, Any, Any]] = []
-    for key, (owner, name) in _places().items():
+    for key, (owner, name) in _functions().items():
         original = getattr(owner, name)
         replacement = _replacement(key, original, around, active)
         replaced.append((owner, name, original, replacement))
@@ -179,24 +179,24 @@ def _replacement(
     def call(*args: Any, **kwargs: Any) -> Any:
         if not active:
             return original(*args, **kwargs)
-        # By name: torch itself gives the group by place in some calls and by name in others.
-        given = signature.bind(*args, **kwargs).arguments
-        group = _group(given.get("group"))
-        if group is None or group.size() == 1 or any(given.get(name) for name in _SIZES):
+        # By name: torch itself gives the group by position in some calls and by name in others.
+        arguments = signature.bind(*args, **kwargs).arguments
+        group = _group(arguments.get("group"))
+        if group is None or group.size() == 1 or any(arguments.get(name) for name in _SIZES):
             return original(*args, **kwargs)
-        return around(Collective(key, original, group, given))
+        return around(Collective(key, original, group, arguments))
 
     return call
 
 
-def _group(given: Any) -> dist.ProcessGroup | None:
-    """Returns the group that a collective was given in one of torch's ways, `None` else."""
-    if given is None:
+def _group(group: Any) -> dist.ProcessGroup | None:
+    """Returns the process group of a collective's argument; `None` for unknown types."""
+    if group is None:
         return dist.group.WORLD
-    if isinstance(given, str):
-        return group_named(given)
-    if isinstance(given, DeviceMesh):
-        return given.get_group()
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh):
-        return given[0].get_group(given[1])
-    return given if isinstance(given, dist.ProcessGroup) else None
+    if isinstance(group, str):
+        return group_named(group)
+    if isinstance(group, DeviceMesh):
+        return group.get_group()
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        return group[0].get_group(group[1])
+    return group if isinstance(group, dist.ProcessGroup) else None

@@ -1,9 +1,9 @@
 """Runs training on tensors without memory, in one process that is one of any number of ranks.
 
-[Note: known values] A fake tensor has a shape and no values, and models ask for some: whether a
-mask is full, how often an optimizer has stepped. So small tensors that follow from data which is
-known, such as ones or positions, are computed beside the fake tensors. A value that follows from
-weights or activations is not known: reading it raises `UntraceableError`.
+[Note: known values] A fake tensor has a shape and no values, and models ask for some values:
+whether a mask is full, how often an optimizer has stepped. So small tensors that follow from known
+data, such as ones or positions, are computed beside the fake tensors. Values that follow from
+weights or activations are not known: reading them raises `UntraceableError`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FREQUENT = {
     *(_aten.index, _aten.index_select, _aten.index_add_, _aten.index_put),
 }
 """operators whose result has the device of their arguments, and a shape that follows from shapes"""
-_PLACES = {"device", "out"}
+_CHOOSE_MEMORY = {"device", "out"}
 """keyword arguments that choose the memory of a result"""
 _MASKS = {torch.bool, torch.uint8}
 """dtypes of an index whose values decide how many elements a result has"""
@@ -59,7 +59,7 @@ _KNOWN_ELEMENTS = 2**20
 """larger tensors have no known values"""
 _NO_VALUES = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty}
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
-"""of operators that send something"""
+"""namespaces of operators that communicate"""
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     # torch counts it on GPUs alone.
@@ -88,7 +88,7 @@ class UntraceableError(Exception):
 def fake_ranks(ranks: int, rank: int = 0) -> Generator[FakeTensorMode]:
     """Makes this process one of a group that sends nothing. Collective: no.
 
-    Yields a context in which tensors that are made have no memory.
+    Yields a mode in which new tensors have no memory.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
@@ -106,29 +106,31 @@ class _Mode(FakeTensorMode):
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = self.run(func, args, kwargs or {}, _tensors_in(args))
-        return super().dispatch(func, types, args, kwargs or {}) if found is None else found
+        result = self.run(func, args, kwargs or {}, _tensors_in(args))
+        return super().dispatch(func, types, args, kwargs or {}) if result is None else result
 
-    def run(self, func: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
         """Returns the result of a frequent operator; `None` for others.
 
         Args:
             func: the operator.
-            args: of the operator.
-            kwargs: of the operator.
-            given: the tensors of `args`.
+            args: positional arguments of the operator.
+            kwargs: keyword arguments of the operator.
+            tensors: the tensors among `args`, also in lists.
         """
-        if func.overloadpacket not in _FREQUENT or not kwargs.keys().isdisjoint(_PLACES):
+        if func.overloadpacket not in _FREQUENT or not kwargs.keys().isdisjoint(_CHOOSE_MEMORY):
             return None
-        for tensor in given:
+        for tensor in tensors:
             is_own = type(tensor) is FakeTensor and tensor.fake_mode is self
             if not is_own or tensor.constant is not None or tensor.dtype in _MASKS:
                 return None
-            if tensor.fake_device != given[0].fake_device:
+            if tensor.fake_device != tensors[0].fake_device:
                 return None
         with in_kernel_invocation_manager(self):
             made = func(*args, **kwargs)
-        return args[0] if func._schema.is_mutable else FakeTensor(self, made, given[0].fake_device)
+        return (
+            args[0] if func._schema.is_mutable else FakeTensor(self, made, tensors[0].fake_device)
+        )
 
 
 @contextlib.contextmanager
@@ -137,14 +139,14 @@ def _no_other_meshes() -> Generator[None]:
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/device_mesh.py#L84
     """
-    known: Any = getattr(device_mesh, "_mesh_resources", SimpleNamespace())  # of older torch
-    before = dict(vars(known))
-    vars(known).update(vars(type(known)()))
+    resources: Any = getattr(device_mesh, "_mesh_resources", SimpleNamespace())  # of older torch
+    before = dict(vars(resources))
+    vars(resources).update(vars(type(resources)()))
     _forget_layouts()
     try:
         yield
     finally:
-        vars(known).update(before)
+        vars(resources).update(before)
         _forget_layouts()
 
 
@@ -172,7 +174,7 @@ def _one_chunk() -> Generator[None]:
 
 
 class _Chunks:
-    """The chunks of a tensor, each of which is cut when it is asked for."""
+    """The chunks of a tensor, each cut when it is indexed."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -187,7 +189,7 @@ class _Chunks:
 
 @contextlib.contextmanager
 def gpu_autocast() -> Generator[None]:
-    """Has autocast on the CPU compute those operators in fp32 that it computes so on GPUs.
+    """Has autocast on the CPU compute operators in fp32 that autocast on GPUs computes in fp32.
 
     This holds for the whole process, in backward and in recomputation as well.
 
@@ -227,8 +229,8 @@ class Watch(TorchDispatchMode):
 
     Args:
         heard: is called with the name, arguments and result of each collective, and returns the
-            tensors of which gloo makes a copy.
-        mode: of fake tensors, whose known values are computed; `None` for real ones.
+            tensors that gloo copies.
+        mode: of fake tensors, whose known values are computed; `None` for real tensors.
         on_gpus: counts the memory that kernels of GPUs take and free, and no copies of gloo.
     """
 
@@ -242,7 +244,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._heard, self._on_gpus = heard, on_gpus
         self.kind = "other"
-        """of storages that are made from now on"""
+        """kind of storages that are made from now on"""
         self.now: Counter[str] = Counter()
         """bytes by kind"""
         self.total = 0
@@ -250,7 +252,7 @@ class Watch(TorchDispatchMode):
         self.flops = 0
         self.balanced = False
         """whether experts were taken to get the same number of tokens"""
-        self._held: dict[int, tuple[Any, int, str]] = {}
+        self._storages: dict[int, tuple[Any, int, str]] = {}
         self._values: Any = WeakIdKeyDictionary()
         self._mode: Any = mode
 
@@ -275,58 +277,58 @@ class Watch(TorchDispatchMode):
     # --- Memory. ---
 
     def note(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
-        """Takes up a storage, its new size or its kind."""
+        """Counts a storage with its size and kind, which may be new."""
         key, size = storage._cdata, storage.nbytes()
-        reference, before, known = self._held.get(key, (None, 0, kind or self.kind))
-        kind = kind or known
-        self.now[known] -= before
+        reference, before, old_kind = self._storages.get(key, (None, 0, kind or self.kind))
+        kind = kind or old_kind
+        self.now[old_kind] -= before
         if reference is None:
             reference = weakref.ref(storage, lambda _: self._drop(key))
-        self._held[key] = reference, size, kind
+        self._storages[key] = reference, size, kind
         self.now[kind] += size
         self.total += size - before
         if self.total > self.peak:
             self.peak, self.peak_kinds = self.total, dict(self.now)
 
     def _drop(self, key: int) -> None:
-        _, size, kind = self._held.pop(key)
+        _, size, kind = self._storages.pop(key)
         self.now[kind] -= size
         self.total -= size
 
     def begin_peak(self) -> None:
-        """Looks for the peak from here on."""
+        """Measures the peak from here on."""
         self.peak, self.peak_kinds = self.total, dict(self.now)
 
     # --- Operations. ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # torch asks for it more often than it runs operators
-        if DTensor in types:  # it calls again, with what this rank has
+            return args[0].fake_device  # torch asks for devices more often than it runs operators
+        if DTensor in types:  # DTensor calls the operator again, with local tensors
             return NotImplemented
         kwargs = kwargs or {}
-        given = _tensors_in((*args, *kwargs.values()))
+        tensors = _tensors_in((*args, *kwargs.values()))
         try:
-            result = None if self._mode is None else self._mode.run(func, args, kwargs, given)
+            result = None if self._mode is None else self._mode.run(func, args, kwargs, tensors)
             if result is None:
                 result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            result = self._unknown(func, args, kwargs, given, error)
+            result = self._unknown(func, args, kwargs, tensors, error)
         made = _tensors_in((result,))
         self._note_made(made)
         packet = func.overloadpacket
         if self._on_gpus and packet in _KERNELS_WITH_COPY:
-            self._note_made([torch.empty_like(given[0])])
+            self._note_made([torch.empty_like(tensors[0])])
         if func.namespace in _NAMESPACES:
             copied = self._heard(packet.__name__, args, result)
             self._note_made([torch.empty_like(t) for t in copied if not self._on_gpus])
             if packet.__name__ != "allreduce_":  # of equal ranks it changes no maximum
-                self._forget(given)
+                self._forget(tensors)
             return result
-        if packet in _FLOPS and any(map(self._is_own, given)):
+        if packet in _FLOPS and any(map(self._is_own, tensors)):
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
         if self._mode is not None and made:
-            self._follow(func, args, kwargs, given, made, result)
+            self._follow(func, args, kwargs, tensors, made, result)
         return result
 
     def _note_made(self, tensors: list[torch.Tensor]) -> None:
@@ -335,7 +337,7 @@ class Watch(TorchDispatchMode):
                 self.note(tensor.untyped_storage())
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a tensor of the run: DTensor asks others for shapes."""
+        """Says whether a tensor is of the run: DTensor computes shapes with others."""
         return getattr(tensor, "fake_mode", None) is self._mode
 
     # --- See [Note: known values]. ---
@@ -355,9 +357,9 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _follow(
-        self, func: Any, args: Any, kwargs: Any, given: Any, made: list[torch.Tensor], result: Any
+        self, func: Any, args: Any, kwargs: Any, tensors: Any, made: list[torch.Tensor], result: Any
     ) -> None:
-        """Computes the values of a result, if all that it is made of is known."""
+        """Computes the values of a result, if those of all arguments are known."""
         if not all(map(_is_small, made)) or func.overloadpacket in _NO_VALUES:
             return
         if func.overloadpacket is torch.ops.aten.rand and made[0].numel() == 1:
@@ -366,7 +368,7 @@ class Watch(TorchDispatchMode):
                 self._values[made[0]] = torch.full(made[0].shape, 0.5)
             return
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random or any(self._value(tensor) is None for tensor in given):
+        if is_random or any(self._value(tensor) is None for tensor in tensors):
             if func._schema.is_mutable:
                 self._forget(made)
             return
@@ -375,35 +377,35 @@ class Watch(TorchDispatchMode):
             if isinstance(tensor, FakeTensor) and tensor not in self._values:
                 self._values[tensor] = value
 
-    def _unknown(self, func: Any, args: Any, kwargs: Any, given: Any, error: Exception) -> Any:
+    def _unknown(self, func: Any, args: Any, kwargs: Any, tensors: Any, error: Exception) -> Any:
         """Returns the result of an operation whose shape or number depends on values."""
-        if all(self._value(tensor) is not None for tensor in given):
-            found = self._compute(func, args, kwargs)
-            if not isinstance(found, torch.Tensor):
-                return found
-            fake = self._mode.from_tensor(found)
-            self._values[fake] = found
+        if all(self._value(tensor) is not None for tensor in tensors):
+            value = self._compute(func, args, kwargs)
+            if not isinstance(value, torch.Tensor):
+                return value
+            fake = self._mode.from_tensor(value)
+            self._values[fake] = value
             return fake
         if func.overloadpacket is torch.ops.aten.nonzero:
             # A mask of the tokens of one expert is a part of the mask of all experts.
             mask = args[0]
-            whole = mask.untyped_storage().nbytes() // mask.itemsize
-            rows = math.ceil(mask.numel() ** 2 / whole)
+            all_elements = mask.untyped_storage().nbytes() // mask.itemsize
+            rows = math.ceil(mask.numel() ** 2 / all_elements)
             self.balanced = True
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
-        raise UntraceableError(f"{func} reads values of a {tuple(given[0].shape)}") from error
+        raise UntraceableError(f"{func} reads values of a {tuple(tensors[0].shape)}") from error
 
 
 def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """Returns tensors among arguments or results of an operator, and in lists of them."""
     # torch's `tree_leaves` takes five times as long, twice for each operator.
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors_in(value)
-    return found
+            tensors += _tensors_in(value)
+    return tensors
 
 
 def _is_on_meta(tensor: torch.Tensor) -> bool:

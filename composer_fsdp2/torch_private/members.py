@@ -53,7 +53,7 @@ class PrivateMember:
     owner: str
     """`module:Class`, or a module"""
     name: str
-    """`a|b` where either will do, because torch has renamed it"""
+    """`a|b` for a member that torch has renamed: one of the names is enough"""
     feature: str
     """the setting that needs it"""
     use: Use
@@ -214,35 +214,35 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         },
     ),
 )
-"""Members that may be missing in another torch, but for those that only speed something up."""
+"""Private members that other versions of torch may lack, but for those that only save time."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """Says of one row whether the installed torch has it."""
+    """Says whether the installed torch has the member of a row."""
 
     member: PrivateMember
     found: bool
 
 
 def member_states() -> tuple[MemberState, ...]:
-    """Returns all rows. Collective: no."""
+    """Returns the state of each row of `PRIVATE_MEMBERS`. Collective: no."""
     return tuple(MemberState(member, _is_there(member)) for member in PRIVATE_MEMBERS)
 
 
 def check_private_members(features: Iterable[str] = ()) -> None:
-    """Refuses a torch without what the features need; see [Note: private members].
+    """Refuses a torch that lacks members of the features; see [Note: private members].
 
     Collective: no. To be called before anything is changed. Costs milliseconds, once per process.
 
     Args:
-        features: as in `PRIVATE_MEMBERS`; those of every run are looked up in any case.
+        features: names in `PRIVATE_MEMBERS`; members of every run are looked up in any case.
 
     Raises:
         PatchError: naming the members.
     """
-    wanted = {EVERY_RUN, *features}
-    missing = [m for m in PRIVATE_MEMBERS if m.feature in wanted and not _is_there(m)]
+    needed = {EVERY_RUN, *features}
+    missing = [m for m in PRIVATE_MEMBERS if m.feature in needed and not _is_there(m)]
     if not missing:
         return
     members = ", ".join(dict.fromkeys(f"'{m.title}' (of {m.owner})" for m in missing))
@@ -269,7 +269,9 @@ def _has(owner: Any, name: str, use: Use) -> bool:
     if isinstance(owner, types.FunctionType):
         # Newer torch does the same work in a module beside it.
         beside = importlib.import_module(f"{_SHARD}._fsdp_init")
-        return any(name in inspect.getsource(place) for place in (inspect.unwrap(owner), beside))
+        return any(
+            name in inspect.getsource(function) for function in (inspect.unwrap(owner), beside)
+        )
     if owner is nn.Module:  # whose methods the compiler replaces
         return hasattr(nn.Module(), name)
     if isinstance(owner, type):
@@ -282,9 +284,9 @@ def _has(owner: Any, name: str, use: Use) -> bool:
 
 @functools.cache
 def _set_by_methods(owner: type) -> frozenset[str]:
-    """Returns attributes that methods set on `self`: there is no instance to ask yet."""
+    """Returns attributes that methods set on `self`, by the source: no instance exists yet."""
     sources: list[str] = []
-    for one in owner.__mro__[:-1]:
+    for cls in owner.__mro__[:-1]:
         with contextlib.suppress(OSError, TypeError):  # of a class that is not written in Python
-            sources.append(inspect.getsource(sys.modules[one.__module__]))
+            sources.append(inspect.getsource(sys.modules[cls.__module__]))
     return frozenset(re.findall(r"\bself\.(\w+)[^=\n(]*=(?!=)", "\n".join(sources)))

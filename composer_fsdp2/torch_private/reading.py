@@ -1,16 +1,16 @@
-"""Has sharded tensors read and written whole, or raises an error that says how.
+"""Refuses to read and write a part of a sharded tensor as the full one, and says how to do it.
 
 [Note: numbers of shards] `float(param.norm())` of a DTensor is the norm of this rank's rows alone:
-torch reads one number out of the local part, whatever the tensor stands for. Summing over the ranks
-instead would be right only where every rank reads, and a callback that reads on rank 0 alone would
-wait for the others forever. So reading raises on every rank at once, and names `full_tensor()`,
-which whoever calls it knows to be collective. The same holds for `torch.save`, which writes the
-local rows under the whole shape. The truth value of a comparison (`torch.all(param == other)`) is
+torch reads one number out of the local part, although the tensor is a full one. Summing over the
+ranks instead would be right only where every rank reads, and a callback that reads on rank 0 alone
+would wait for the others forever. So reading raises on every rank at once, and names
+`full_tensor()`, which is known to be collective. The same holds for `torch.save`, which writes the
+local rows under the full shape. The truth value of a comparison (`torch.all(param == other)`) is
 reduced, as newer torch does itself and older torch in `torch.equal`: whoever compares parameters
 does so on every rank.
 
 Only DTensors on the meshes of models that were prepared here are guarded, with all that is computed
-from them. Those that are replicated, or on one rank, hold the whole value and are read as ever. All
+from them. Replicated DTensors, and those on one rank, have the full value and are read as ever. All
 ways to a number (`item`, `float`, `if`) meet in one operation of torch, which no optimizer calls on
 shards: steps cost what they did. DTensor's methods are replaced when the first model is sharded.
 They are torch's own again when the last one is gone, or after `uninstall()`.
@@ -104,7 +104,7 @@ _CAUSES = {
     re.compile("embedding|b?mm$|b?addb?mm$|mv$|linear|convolution|norm$"): _OUTSIDE,
     re.compile(""): _PENALTY,
 }
-"""what leads to an operator of torch, by its name"""
+"""name of an operator of torch -> the likely cause of an error in it"""
 _NOT_TOGETHER = ("mixed torch.Tensor and DTensor", "cross-mesh", "different mesh", "same mesh")
 """words of torch about tensors that it cannot compute with together"""
 _INHERITED = object()
@@ -128,7 +128,7 @@ class _Guard:
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        """Gives every object back what it had, or what it inherits."""
+        """Gives every object its old attributes back, or those that it inherits."""
         while self._replaced:
             owner, name, value = self._replaced.pop()
             if value is _INHERITED:
@@ -141,10 +141,10 @@ class _Guard:
             self.handlers[_READ_NUMBER] = self.before
 
     def is_part(self, tensor: DTensor, *_: Any) -> bool:
-        """Whether the tensor has a guarded mesh, and this rank holds less than its value."""
+        """Says whether the tensor has a guarded mesh, and this rank has a part of its value."""
         mesh = tensor.device_mesh
         sizes = zip(tensor.placements, mesh.shape, strict=True)
-        incomplete = any(size > 1 and not place.is_replicate() for place, size in sizes)
+        incomplete = any(size > 1 and not placement.is_replicate() for placement, size in sizes)
         return incomplete and mesh in self.meshes
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,19 +177,19 @@ def _dispatcher() -> Any:
 
 
 def guard_reading(model: nn.Module) -> None:
-    """Has torch refuse to read shards of a model, and what is computed from them, as the whole.
+    """Has torch refuse to read shards of a model, and results of them, as full tensors.
 
-    Until the model is gone. Collective: no. See [Note: numbers of shards].
+    Holds until the model is gone. Collective: no. See [Note: numbers of shards].
 
     Args:
-        model: after sharding; parameters that are not DTensors stay as they are.
+        model: sharded; parameters that are not DTensors stay as they are.
     """
     global _guard
     if _guard is None:
         _guard = _Guard()
         _guard_methods(_guard)
-        # Where torch cannot compute with tensors together, it says what to write. A loop of one's
-        # own, and a backward, run outside of all hooks of the model.
+        # Where torch cannot compute with tensors together, the error says what to write. A user's
+        # own loop, and a backward, run outside of all hooks of the model.
         # Newer torch dispatches in C++, which calls Python to find out how a result is sharded, and
         # refuses plain tensors itself: those of a penalty meet in the backward of the loss.
         newer, dispatcher = "_propagate_op_sharding_dispatch_slow_path", _dispatcher()
@@ -219,13 +219,13 @@ def stop_guarding() -> None:
 
 
 def _guard_methods(guard: _Guard) -> None:
-    """Methods that torch refuses with a sentence about subclasses, or that take the local part."""
+    """Replaces methods that read the local part, or that torch refuses in words of subclasses."""
 
     def formats(tensor: DTensor, spec: str) -> bool:
         return bool(spec) and guard.is_part(tensor)  # without one it shows the placements
 
     def writes(tensor: DTensor, index: Any, _value: Any) -> bool:
-        return guard.is_part(tensor) and not _leaves_rows_whole(tensor, index)
+        return guard.is_part(tensor) and not _takes_full_dims(tensor, index)
 
     def hooks(tensor: DTensor, _hook: Any) -> bool:
         return isinstance(tensor, nn.Parameter) and tensor.device_mesh in guard.meshes
@@ -274,21 +274,28 @@ def _explained(original: Callable[..., Any], guard: _Guard) -> Callable[..., Any
     return method
 
 
-def _leaves_rows_whole(tensor: DTensor, index: Any) -> bool:
-    """Whether an index takes all of each dimension that is divided between ranks.
+def _takes_full_dims(tensor: DTensor, index: Any) -> bool:
+    """Says whether an index takes all of each dimension that is divided between ranks.
 
-    Torch makes what an index takes of a divided dimension whole on each rank, a copy.
+    Torch gathers a divided dimension that is indexed: the result is a copy.
     """
-    given = list(index) if isinstance(index, tuple) else [index]
-    if not all(one is None or one is ... or type(one) in (int, slice) for one in given):
+    indices = list(index) if isinstance(index, tuple) else [index]
+    if not all(
+        index_of_dim is None or index_of_dim is ... or type(index_of_dim) in (int, slice)
+        for index_of_dim in indices
+    ):
         return False
-    taken = [one for one in given if one is not None]
-    if ... in taken:
-        at = taken.index(...)
-        taken[at : at + 1] = [slice(None)] * (tensor.ndim - len(taken) + 1)
+    taken_indices = [index_of_dim for index_of_dim in indices if index_of_dim is not None]
+    if ... in taken_indices:
+        at = taken_indices.index(...)
+        taken_indices[at : at + 1] = [slice(None)] * (tensor.ndim - len(taken_indices) + 1)
     dims = {getattr(p, "dim", None) for p in tensor.placements if not p.is_replicate()}
-    whole = {at for at in range(tensor.ndim) if at >= len(taken) or taken[at] == slice(None)}
-    return dims <= whole
+    full_dims = {
+        at
+        for at in range(tensor.ndim)
+        if at >= len(taken_indices) or taken_indices[at] == slice(None)
+    }
+    return dims <= full_dims
 
 
 def _guarded(

@@ -103,27 +103,27 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass 
 
 
 def wrapped_module(wrapper: OffloadWrapper) -> nn.Module:
-    """Returns the module inside."""
+    """Returns the module inside a wrapper of activation checkpointing."""
     return wrapper._checkpoint_wrapped_module
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the tensor this one is a view of."""
+    """Returns the tensor that a view is of; `None` for other tensors."""
     return tensor._base
 
 
 def is_namedtuple(value: object) -> bool:
-    """Whether its class is what `NamedTuple` makes; a PackedSequence is of a class below."""
+    """Says whether `NamedTuple` has made a value's class, not a base as with PackedSequence."""
     return type(value).__base__ is tuple and hasattr(value, "_fields")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of torch's own class, or a fake one in its place."""
+    """Says whether a tensor is of torch's own class, or fake."""
     return type(tensor) in (torch.Tensor, FakeTensor)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a view of another one."""
+    """Says whether the tensor is a view of another one."""
     return tensor._is_view()
 
 
@@ -138,12 +138,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """Returns the tensor a DTensor holds, the same object each time, as `to_local` does not."""
+    """Returns the local tensor of a DTensor: the same object each time, unlike `to_local`."""
     return tensor._local_tensor
 
 
 def local_value(value: Any, param: DTensor) -> Any:
-    """Returns a value of an optimizer's state as a step on this rank's shard needs it."""
+    """Returns the local part of an optimizer's state, divided as its parameter is.
+
+    Collective: yes, over the parameter's mesh, if the state has other placements.
+    """
     if not isinstance(value, DTensor):
         return value
     if value._spec.placements != param._spec.placements:
@@ -170,11 +173,15 @@ def layouts_of(tensors: Iterable[Any]) -> list[Any]:
 def local_gradients(
     params: Sequence[Any], grads: Sequence[Any], otherwise: Callable[[Any], torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Returns the tensor that each gradient holds, where it is divided as its parameter is.
+    """Returns the local tensor of each gradient, `None` for parameters without one.
 
-    For every other parameter with a gradient it is what `otherwise` returns.
+    Args:
+        params: sharded parameters.
+        grads: their gradients, in the same order.
+        otherwise: returns the local tensor of a gradient that is divided in another way than its
+            parameter, given the parameter.
     """
-    found: list[Any] = []
+    local_grads: list[Any] = []
     for param, grad in zip(params, grads, strict=True):
         # By identity: FSDP2 gives a gradient the layout of its parameter, the very object, and
         # comparing layouts costs as much as a step.
@@ -183,33 +190,33 @@ def local_gradients(
             and grad._spec.placements is param._spec.placements
             and grad._spec.mesh is param._spec.mesh
         ):
-            found.append(grad._local_tensor)
+            local_grads.append(grad._local_tensor)
         else:
-            found.append(None if grad is None else otherwise(param))
-    return found
+            local_grads.append(None if grad is None else otherwise(param))
+    return local_grads
 
 
 def storage_id(tensor: torch.Tensor) -> int:
     """Returns a number that tensors over the same memory share, on meta as well.
 
-    Asks a subclass nothing: its `__torch_function__` may compute, or refuse.
+    Does not call `__torch_function__` of a subclass, which may compute, or refuse.
     """
     with TORCH_FUNCTION_OFF():
         return tensor.untyped_storage()._cdata
 
 
 def tensor_hooks(tensor: torch.Tensor) -> Any:
-    """Returns what `register_hook` was given."""
+    """Returns hooks of `register_hook`."""
     return tensor._backward_hooks
 
 
 def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[..., None]]:
-    """Returns what `register_post_accumulate_grad_hook` was given."""
+    """Returns hooks of `register_post_accumulate_grad_hook`."""
     return list((param._post_accumulate_grad_hooks or {}).values())  # pyright: ignore
 
 
 def copy_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Gives a new parameter the hooks of the parameter whose place it takes."""
+    """Gives a new parameter the hooks of the parameter that it replaces."""
     # To set this attribute also hands the hooks to autograd.
     new._backward_hooks = old._backward_hooks
     for hook in post_accumulate_hooks(old):
@@ -222,7 +229,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """Returns what `register_forward_pre_hook` was given."""
+    """Returns hooks of `register_forward_pre_hook`."""
     return list(module._forward_pre_hooks.values())
 
 
@@ -245,12 +252,12 @@ def without_fsdp_hooks_after_load(module: nn.Module) -> Generator[None]:
 
 
 def compiler_backends() -> list[str]:
-    """Returns what `torch.compile` takes as `backend`."""
+    """Returns values of `backend` for `torch.compile`."""
     return importlib.import_module("torch._dynamo").list_backends(exclude_tags=())
 
 
 def compiler_modes() -> dict[str, bool]:
-    """Returns what `torch.compile` takes as `mode`, and whether it records CUDA graphs then."""
+    """Returns values of `mode` for `torch.compile`, and whether each records CUDA graphs."""
     modes: dict[str, dict[str, Any]] = importlib.import_module(
         "torch._inductor"
     ).list_mode_options()
@@ -271,29 +278,29 @@ def compile_within(budget: float, backend: str, mode: str | None, graph: Any, in
 
 
 def is_compiled(model: object) -> bool:
-    """Whether it is what `torch.compile` returned for a module."""
+    """Says whether a model is the result of `torch.compile` for a module."""
     compiler = sys.modules.get("torch._dynamo")  # nothing is compiled before it is imported
     return compiler is not None and isinstance(model, compiler.OptimizedModule)
 
 
 def compiled_call(module: nn.Module) -> object:
-    """Returns what `module.compile()` made of the module's call, hooks included."""
+    """Returns the compiled call of a module, hooks included, after `module.compile()`."""
     return getattr(module, "_compiled_call_impl", None)
 
 
 _WHOLE_GRAPH = "ConvertFrameAssert"
 """class of the step of torch's compiler that takes a graph's end for an error"""
 _LINKS = ("callable", "backend")
-"""what older and newer torch call the next step"""
+"""names of the next step in older and newer torch"""
 
 
 def is_whole_graph(compiled: object) -> bool:
-    """Whether something compiled, or what compiles it, was told `fullgraph=True`."""
+    """Says whether a compiled function, or its compiler, was made with `fullgraph=True`."""
     if compiled is None:
         return False
     cells = getattr(compiled, "__closure__", None) or ()
-    for held in (compiled, *(getattr(cell, "cell_contents", None) for cell in cells)):
-        step = getattr(held, "callback", None)
+    for function in (compiled, *(getattr(cell, "cell_contents", None) for cell in cells)):
+        step = getattr(function, "callback", None)
         while step is not None:
             if type(step).__name__ == _WHOLE_GRAPH:
                 return True
@@ -303,19 +310,19 @@ def is_whole_graph(compiled: object) -> bool:
 
 
 def storage_info(path: str, offset: int, length: int) -> Any:
-    """Returns where a checkpoint keeps an item, as its metadata has it."""
+    """Returns the record of a checkpoint's metadata for the bytes of an item in a file."""
     filesystem = importlib.import_module("torch.distributed.checkpoint.filesystem")
     return filesystem._StorageInfo(path, offset, length)
 
 
 def flatten_state_dict(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a state dict by flat names as checkpoints have them, and the way to each."""
+    """Returns a state dict by the FQNs of a checkpoint, and the keys on the path to each."""
     module = importlib.import_module("torch.distributed.checkpoint._nested_dict")
     return module.flatten_state_dict(state)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta | None:
-    """Returns after how long its collectives give up; `None` where the backend does not say."""
+    """Returns after how long a group's collectives give up; `None` if the backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -324,6 +331,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timed
 
 
 def root_mesh(mesh: Any) -> DeviceMesh:
-    """Returns the mesh that another one was cut out of, else the mesh itself. Collective: no."""
+    """Returns the mesh that a mesh was cut out of, else the mesh itself. Collective: no."""
     get = getattr(mesh, "_get_root_mesh", None)  # of newer torch, which warns about the other way
     return device_mesh._mesh_resources.get_root_mesh(mesh) if get is None else get()

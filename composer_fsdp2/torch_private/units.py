@@ -86,12 +86,12 @@ def param_groups(unit: FSDPModule) -> list[Any]:
 
 
 def is_gathered(group: Any) -> bool:
-    """Whether the whole parameters are in their places in the modules."""
+    """Says whether the unsharded parameters are in the modules."""
     return group.is_unsharded
 
 
 def is_idle(group: Any) -> bool:
-    """Whether neither forward nor backward is at the group."""
+    """Says whether the group is neither in forward nor in backward."""
     return group._training_state.name == "IDLE"
 
 
@@ -101,7 +101,7 @@ def params_of(group: Any) -> list[Any]:
 
 
 def holds_gathered(group: Any) -> bool:
-    """Whether a group's whole parameters are in memory, or on their way."""
+    """Says whether a group's unsharded parameters are in memory, or being gathered."""
     return group.is_unsharded or group._all_gather_result is not None
 
 
@@ -119,8 +119,8 @@ def gather_bytes(group: Any) -> int:
 def reduction_bytes(group: Any) -> int:
     """Returns the size of this rank's part of a group's gradients after a reduce-scatter.
 
-    In the dtype that is sent, padding included; the input of the reduce-scatter is as many times
-    that as there are shards.
+    In the dtype that is sent, padding included. The input of the reduce-scatter has this size times
+    the number of shards.
     """
     return sum(
         param._sharded_param_data.numel()
@@ -131,17 +131,17 @@ def reduction_bytes(group: Any) -> int:
 
 
 def shards_of(group: Any) -> int:
-    """Returns between how many ranks the group's parameters are divided."""
+    """Returns the number of ranks that share the group's parameters."""
     return group.mesh_info.shard_mesh_size
 
 
 def is_root(unit: FSDPModule) -> bool | None:
-    """Whether it is the outermost unit; `None` before the first forward."""
+    """Says whether a unit is the outermost; `None` before the first forward."""
     return _state(unit)._is_root
 
 
 def is_busy(unit: FSDPModule) -> bool:
-    """Whether it is in the middle of a forward or backward."""
+    """Says whether a unit is in the middle of a forward or backward."""
     return _state(unit)._training_state.name != "IDLE"
 
 
@@ -153,7 +153,7 @@ def hear_backward(unit: FSDPModule, outputs: Iterable[torch.Tensor]) -> None:
 
 
 def announce_backward(unit: FSDPModule) -> bool:
-    """Has the unit gather because backward is about to compute with it; says if torch had not."""
+    """Gathers a unit that backward is about to compute with; says if torch had not."""
     if all(map(runs_backward, param_groups(unit))):
         return False
     for group in param_groups(unit):
@@ -173,14 +173,14 @@ def exchange_inputs(
     mark: Callable[[Mark, Any, Any], Inputs],
     move: Callable[[torch.device, Any, Any], Inputs],
 ) -> None:
-    """Has other functions exchange inputs where torch would, which makes containers anew.
+    """Replaces the functions in which torch exchanges inputs, and makes containers anew.
 
     Collective: no.
 
     Args:
         unit: just sharded.
-        mark: gets torch's function for some tensors, and the inputs.
-        move: gets the device of the root, and its inputs.
+        mark: is called with torch's function for some tensors, and the inputs.
+        move: is called with the device of the root, and its inputs.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L564
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L146
@@ -219,54 +219,59 @@ def gather_again(unit: FSDPModule) -> None:
 
 
 def is_inside_unit(module: nn.Module) -> bool:
-    """Whether a unit shards the module's parameters."""
+    """Says whether a unit shards the module's parameters."""
     # `fully_shard` marks all modules that it takes parameters from, not units alone.
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
 def lazy_init(unit: FSDPModule) -> None:
-    """Does now what the first forward would do; nothing the next time."""
-    told = [(group, group.post_forward_mesh_info) for group in param_groups(unit)]
+    """Initialises a unit as its first forward would. A second call changes nothing."""
+    settings = [(group, group.post_forward_mesh_info) for group in param_groups(unit)]
     _state(unit)._lazy_init()
     if not hasattr(unit, "set_reshard_after_forward"):
-        # Older torch keeps the first unit that runs, whatever it was told.
+        # Older torch keeps the first unit that runs gathered, against `reshard_after_forward`.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L168
-        for group, how in told:
-            group.post_forward_mesh_info = how
+        for group, setting in settings:
+            group.post_forward_mesh_info = setting
 
 
 def runs_backward(group: Any) -> bool:
-    """Whether backward has come to the group and not left it."""
+    """Says whether the group is in backward."""
     return group._training_state.name == "PRE_BACKWARD"
 
 
 def reduces(group: Any) -> bool:
-    """Whether the group reduces gradients after this backward."""
+    """Says whether the group reduces gradients after this backward."""
     return group.reduce_grads
 
 
 def all_reduce_hook(group: Any) -> Any:
-    """Returns what `set_all_reduce_hook` was given."""
+    """Returns the hook of `set_all_reduce_hook`."""
     return group._all_reduce_hook
 
 
 def all_reduces(group: Any) -> bool:
-    """Whether the group's gradients are reduced over replicas too, after this backward."""
+    """Says whether the group's gradients are reduced over replicas too, after this backward."""
     return group.reduce_grads and group.all_reduce_grads
 
 
 def partial_reduction(group: Any) -> torch.Tensor | None:
-    """Returns gradients that wait for the all-reduce of HSDP."""
+    """Returns gradients that wait for HSDP's all-reduce; `None` if none do."""
     return group._partial_reduce_output
 
 
 def frees_after_forward(group: Any) -> Any:
-    """Returns what torch keeps of `reshard_after_forward`."""
+    """Returns torch's record of `reshard_after_forward`, for `free_after_forward`."""
     return group.post_forward_mesh_info
 
 
 def free_after_forward(group: Any, how: Any) -> None:
-    """Sets it: `True`, `False`, or what `frees_after_forward` returned."""
+    """Sets whether a group is freed after forward.
+
+    Args:
+        group: of a unit.
+        how: `True`, `False`, or the result of `frees_after_forward`.
+    """
     # Torch frees by the mesh in this field: the unit's own frees all, a smaller one keeps a part,
     # and `None` keeps everything.
     if isinstance(how, bool):
@@ -283,13 +288,13 @@ def sharded_param(param: Any) -> nn.Parameter:
 
 
 def has_run(param: Any) -> bool:
-    """Whether it was gathered before."""
+    """Says whether the parameter was gathered before."""
     # The first gather makes it, and it stays when its memory is freed.
     return hasattr(param, "_unsharded_param")
 
 
 def trained_params(group: Any) -> list[Any]:
-    """Returns parameters that autograd may give a gradient: gathered copies, once there are any."""
+    """Returns records of parameters that autograd may give a gradient, gathered or not yet."""
     return [
         param
         for param in group.fsdp_params
@@ -312,33 +317,38 @@ def carry_requires_grad(group: Any) -> None:
 
 
 def has_gradient(param: Any) -> bool:
-    """Whether there is a gradient that is not reduced yet."""
+    """Says whether the parameter has a gradient that is not reduced yet."""
     return param._unsharded_param.grad is not None or _accumulated(param) is not None
 
 
 def will_get_gradient(param: Any) -> bool:
-    """Whether the backward that runs reaches the parameter, perhaps later.
+    """Says whether the backward that runs reaches the parameter, perhaps later.
 
     A gradient of two uses arrives after the second of them.
     """
-    # The whole parameter is a leaf: its node adds to its `grad`.
+    # The unsharded parameter is a leaf: its node adds to its `grad`.
     node = torch.autograd.graph.get_gradient_edge(param._unsharded_param).node
     return torch._C._will_engine_execute_node(node)  # pyright: ignore
 
 
 def _accumulated(param: Any) -> torch.Tensor | None:
-    """Returns the gradient that torch before 2.15 keeps apart from that of the latest backward."""
+    """Returns the gradient of earlier backwards, which torch before 2.15 keeps apart."""
     return vars(param).get("unsharded_accumulated_grad")
 
 
 def add_zero_gradients(params: Sequence[Any], missing: Sequence[Any]) -> None:
-    """Gives zeros to those of a group's parameters that are `missing` a gradient."""
+    """Gives gradients of zeros to parameters of a group.
+
+    Args:
+        params: all parameters of the group.
+        missing: the parameters without a gradient.
+    """
     for param in missing:
-        whole = param._unsharded_param
+        unsharded = param._unsharded_param
         # Newer torch insists on the dtype in which it accumulates.
-        whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
+        unsharded.grad = torch.zeros_like(unsharded, dtype=getattr(unsharded, "grad_dtype", None))
     if any(_accumulated(param) is not None for param in params):
-        # What came with an earlier microbatch has the dtype of the reduction already.
+        # Gradients of an earlier microbatch have the dtype of the reduction already.
         for param in params:
             param.accumulate_unsharded_grad_if_needed()
             param.to_accumulated_grad_if_needed()
@@ -351,56 +361,56 @@ def backward_number() -> int:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Has `call` called at the end of this backward, after callbacks that were queued before."""
+    """Calls `call` at the end of this backward, after callbacks that were queued before."""
     # Torch refuses a callback outside of a backward.
     Variable._execution_engine.queue_callback(call)  # pyright: ignore
 
 
 def in_function_transform() -> bool:
-    """Whether a transformation of `torch.func` runs, such as `vmap`, `grad` or `jvp`."""
+    """Says whether a transformation of `torch.func` runs, such as `vmap`, `grad` or `jvp`."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]
 
 
 def local_shard(param: Any) -> torch.Tensor:
-    """Returns the tensor that torch gathers, which may have methods of its own for it."""
+    """Returns the tensor that torch gathers, which may have methods for the gather."""
     return param._sharded_local_tensor
 
 
 def init_all_gather_extensions(param: Any) -> None:
-    """Has torch look again for such methods."""
+    """Has torch look again for methods of the local shard for the gather."""
     # Torch itself looks when it makes this record, and once more in the first forward.
     param._init_extensions()
 
 
 def gathered_param(param: Any) -> nn.Parameter:
-    """Returns the whole parameter with which modules compute."""
+    """Returns the unsharded parameter, with which modules compute."""
     return param._unsharded_param
 
 
 def places_of(param: Any) -> list[tuple[nn.Module, str]]:
-    """Returns modules and names under which the parameter stands in them."""
+    """Returns all slots of a parameter: modules and the names of their attributes."""
     info = param._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
     return [(info.module, info.param_name), *shared]
 
 
-def stands_in(param: Any, found: object) -> bool:
-    """Whether it is the parameter, as FSDP2 itself puts it into modules."""
+def stands_in(param: Any, tensor: object) -> bool:
+    """Says whether a tensor is the parameter, in one of the states that FSDP2 puts into modules."""
     record = vars(param)
     names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-    return any(found is record.get(name) for name in names)
+    return any(tensor is record.get(name) for name in names)
 
 
 def gathered_memory(param: Any) -> torch.Tensor | None:
-    """Returns the whole parameter as a plain tensor; `None` for a tensor subclass."""
-    whole = param._unsharded_param
+    """Returns the unsharded parameter as a plain tensor; `None` for a tensor subclass."""
+    unsharded = param._unsharded_param
     # A DTensor cannot be detached in inference mode.
-    whole = (local_tensor(whole) if isinstance(whole, DTensor) else whole).detach()
-    return whole if type(whole) is torch.Tensor else None
+    unsharded = (local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded).detach()
+    return unsharded if type(unsharded) is torch.Tensor else None
 
 
 def is_exported(param: Any) -> bool:
-    """Whether memory of the whole parameter was given to numpy: torch cannot free it any more."""
+    """Says whether numpy has memory of the unsharded parameter, which torch cannot free then."""
     return any(not part.untyped_storage().resizable() for part in param.all_gather_outputs)
 
 
@@ -408,12 +418,12 @@ def is_exported(param: Any) -> bool:
 
 
 def attach(group: Any, hear: Callable[[str], bool]) -> None:
-    """Replaces the methods of torch's group in which it changes state, once for all listeners.
+    """Replaces the methods in which torch's group changes state, once for all listeners.
 
     Args:
         group: of a unit.
-        hear: called with the name of an event just before torch does it, or after it for
-            `after_...`; of `may_free` and `may_reduce` it says whether torch may do it now.
+        hear: is called with the name of an event just before torch acts, or afterwards for
+            `after_...`; for `may_free` and `may_reduce` it returns whether torch may act now.
 
     Source: the methods,
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L252
@@ -426,7 +436,7 @@ def attach(group: Any, hear: Callable[[str], bool]) -> None:
 
 
 def _keep_shard(param: Any, reset: Callable[[], None]) -> None:
-    """Leaves a shard where it is if it lies in its padded memory, as newer torch does.
+    """Leaves a shard in its padded memory if it lies there already, as newer torch does.
 
     Torch 2.7 copies it at the first forward, on ranks whose shard is smaller than others, and a
     state dict that was taken before keeps the old memory.
@@ -456,7 +466,7 @@ _NAMES = (
 
 
 class _Replacements:
-    """Has methods of a group, by torch's names, that call the original ones and tell of it."""
+    """Methods of a group, by torch's names, that call the original ones and announce events."""
 
     def __init__(self, group: Any, hear: Callable[[str], bool]) -> None:
         self._group, self._hear = group, hear
@@ -488,8 +498,8 @@ class _Replacements:
 
     def wait_for_unshard(self) -> None:
         if torch.is_inference_mode_enabled():
-            # Training computes with the same parameters, and what is made in inference mode cannot
-            # be saved for backward.
+            # Training computes with the same parameters, and tensors of inference mode cannot be
+            # saved for backward.
             with torch.inference_mode(False), torch.no_grad():
                 self.original["wait_for_unshard"]()
         else:
@@ -541,19 +551,19 @@ class _Replacements:
 def reserve_gather(group: Any) -> None:
     """Fails here, before the ranks agree, if a gather's buffers do not fit.
 
-    The caching allocator keeps what is freed, so that the gather finds it.
+    The caching allocator keeps freed memory, so that the gather finds it.
     """
     if group.device.type == "cpu" or holds_gathered(group):
         return
     size = group.mesh_info.shard_mesh_size
-    wanted = [p._sharded_param_data.numel() * size for p in group.fsdp_params]
+    sizes = [p._sharded_param_data.numel() * size for p in group.fsdp_params]
     dtype = group.fsdp_params[0].param_dtype or group.fsdp_params[0].orig_dtype
     # On the streams that torch allocates on, because the allocator has a pool for each.
     stream, _ = group.comm_ctx.get_all_gather_streams(False, group._training_state)
     with group.device_handle.stream(stream):
-        gathered = torch.empty(sum(wanted), dtype=dtype, device=group.device)
-    whole = [torch.empty(numel, dtype=dtype, device=group.device) for numel in wanted]
-    del gathered, whole
+        gathered = torch.empty(sum(sizes), dtype=dtype, device=group.device)
+    outputs = [torch.empty(numel, dtype=dtype, device=group.device) for numel in sizes]
+    del gathered, outputs
 
 
 def reserve_reduction(group: Any) -> None:
@@ -562,22 +572,22 @@ def reserve_reduction(group: Any) -> None:
     if group.device.type == "cpu" or not group.reduce_grads or not size:
         return
     ranks, byte = group.mesh_info.shard_mesh_size, torch.uint8
-    whole = torch.empty(size * ranks, dtype=byte, device=group.device)
+    buffer = torch.empty(size * ranks, dtype=byte, device=group.device)
     with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
         part = torch.empty(size, dtype=byte, device=group.device)
-    del whole, part
+    del buffer, part
 
 
 def reset_iteration(units: Iterable[FSDPModule]) -> None:
-    """Has all units forget a forward or backward that was aborted; those that never ran are left.
+    """Resets the state of units after an aborted forward or backward; skips units that never ran.
 
-    Newer torch has a method for it, which waits for what is on its way; older torch has not.
+    Newer torch has a method for it, which waits for running collectives; older torch has none.
     """
-    held = [unit for unit in units if is_root(unit) is not None]
-    for unit in held:
+    started = [unit for unit in units if is_root(unit) is not None]
+    for unit in started:
         if is_root(unit) and hasattr(unit, "reset_iter_state"):
             unit.reset_iter_state()  # pyright: ignore
-    for unit in held:
+    for unit in started:
         state = _state(unit)
         state._training_state = _idle(state)
         state._modules_to_run_forward.clear()
