@@ -73,7 +73,7 @@ def _by_id(keys: Iterable[int], decision: Decision) -> Rule:
     return lambda _name, module: decisions.get(id(module))
 
 
-def by_hf_blocks(model: nn.Module | ModuleTree) -> Rule | None:
+def by_hf_blocks(tree: ModuleTree) -> Rule | None:
     """Makes units of the blocks a Hugging Face model lists in `_no_split_modules`.
 
     The list is a hint about devices and not about sharding: some models name an embedding or a
@@ -82,7 +82,7 @@ def by_hf_blocks(model: nn.Module | ModuleTree) -> Rule | None:
     Returns:
         The rule, or `None` when nothing in the model has such a list.
     """
-    modules = [module for _, module in ModuleTree.read(model).modules()]
+    modules = [module for _, module in tree.modules()]
     listed = {
         name for module in modules for name in attribute_of(module, "_no_split_modules") or ()
     }

@@ -44,18 +44,18 @@ def eval_methods(tree: ModuleTree, plan: WrapPlan) -> list[tuple[str, str]]:
     The Trainer evaluates through `eval_forward`; `generate` of a PEFT model calls that of the model
     inside, and that of a model with an encoder calls the encoder.
     """
-    wanted = {unit.module for unit in plan.units}
-    units = [(name, module) for name, module in tree.modules() if name in wanted]
+    unit_names = {unit.module for unit in plan.units}
+    units = [(name, module) for name, module in tree.modules() if name in unit_names]
     adapted = [(n, m) for n, m in units if attribute_of(m, "get_base_model")]
     methods = [(n, "generate") for n, m in adapted if attribute_of(m, "generate") is not None]
     methods += [(n, e) for n, m in units for e in ENCODING if attribute_of(m, e) is not None]
-    if "" in wanted and isinstance(tree.root, ComposerModel):
+    if "" in unit_names and isinstance(tree.root, ComposerModel):
         methods.append(("", "eval_forward"))
     return methods
 
 
 def trainer_rules(
-    model: nn.Module | ModuleTree,
+    tree: ModuleTree,
     policy: WrapPolicy,
     shape: MeshShape | None = None,
     *,
@@ -65,23 +65,22 @@ def trainer_rules(
     """Returns the rules for a model in Composer's Trainer, in order of precedence.
 
     Metrics are left alone; then `_fsdp_wrap` on a module, unless it is an adapter; then the
-    `wrap_policy`; then
-    `fsdp_wrap_fn` of the direct child a module lies in, or the model's Hugging Face block list when
-    there is no such function; then untied embeddings and heads; then small norms and embeddings
-    with `_fsdp_wrap`; then the direct children of a ComposerModel. A policy that says what
-    a block is replaces `fsdp_wrap_fn`. Any other module is the root itself and its `fsdp_wrap_fn`.
+    `wrap_policy`; then `fsdp_wrap_fn` of the direct child a module lies in, or the model's Hugging
+    Face block list when there is no such function; then untied embeddings and heads; then small
+    norms and embeddings with `_fsdp_wrap`; then the direct children of a ComposerModel. A policy
+    that selects blocks replaces `fsdp_wrap_fn`. A model of another class is the root, with its own
+    `fsdp_wrap_fn`.
 
     Args:
-        model: a ComposerModel or any other module, or its tree.
-        policy: what the settings say about units.
-        shape: of the run's mesh, with which a mesh in an answer of `fsdp_wrap_fn` is compared.
-        keep_fp32: as in the settings.
+        tree: a ComposerModel or any other module.
+        policy: `wrap_policy` of the settings.
+        shape: the run's mesh, with which a mesh in an answer of `fsdp_wrap_fn` is compared.
+        keep_fp32: globs of modules that are gathered in float32.
         gathered_in: the dtype in which the run gathers; `None` is that of the parameters.
 
     Raises:
         PlanError: for parts of the policy that match nothing.
     """
-    tree = ModuleTree.read(model)
     model = tree.root
     tops = _tops(model)
     metrics = {
@@ -109,7 +108,7 @@ def trainer_rules(
 
 
 def _tops(model: nn.Module) -> list[nn.Module]:
-    """Modules whose hooks are asked: a ComposerModel's children, or the model itself."""
+    """Returns modules whose wrap functions count: a ComposerModel's children, else the model."""
     if not isinstance(model, ComposerModel):
         return [model]
     return [child for child in model.children() if not _is_metric(child)]
@@ -127,7 +126,7 @@ def _decided(decisions: Mapping[int, Decision]) -> Rule:
 def _marked(
     tree: ModuleTree, tops: list[nn.Module], ends: Mapping[int, Decision]
 ) -> tuple[dict[int, Decision], dict[int, Decision]]:
-    """Reads `_fsdp_wrap` of modules, as `id(module): decision`; that of small ends comes second.
+    """Reads `_fsdp_wrap` of modules, as `id(module): decision`, small ends in the second mapping.
 
     LLM Foundry marks everything beside the blocks of an MPT model, the final norm too; see [Note:
     small ends].
@@ -138,38 +137,38 @@ def _marked(
     for _, layer in tree.modules():
         base = attribute_of(layer, "base_layer")
         if isinstance(base, nn.Module) and hasattr(layer, "adapter_layer_names"):
-            kept = {id(module) for module in (layer, *base.modules())}
-            unasked.update(id(module) for module in layer.modules() if id(module) not in kept)
-    marked: dict[int, Decision] = {}
+            inner = {id(module) for module in (layer, *base.modules())}
+            unasked.update(id(module) for module in layer.modules() if id(module) not in inner)
+    decisions: dict[int, Decision] = {}
     small: dict[int, Decision] = {}
     for _, module in tree.modules():
-        wanted, key = attribute_of(module, "_fsdp_wrap"), id(module)
-        if wanted is None or key in unasked:
+        mark, key = attribute_of(module, "_fsdp_wrap"), id(module)
+        if mark is None or key in unasked:
             continue
-        if wanted and key in ends:
-            marked[key] = ends[key]  # LLM Foundry marks the head of an MPT model
-        elif wanted and is_small_end(module):
+        if mark and key in ends:
+            decisions[key] = ends[key]  # LLM Foundry marks the head of an MPT model
+        elif mark and is_small_end(module):
             small[key] = Decision(wrap=True, reason="_fsdp_wrap", joins=True)
         else:
-            marked[key] = Decision(wrap=bool(wanted), reason="_fsdp_wrap")
-    return marked, small
+            decisions[key] = Decision(wrap=bool(mark), reason="_fsdp_wrap")
+    return decisions, small
 
 
 def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
-    """Asks `fsdp_wrap_fn` of each top module for everything inside it, but not for itself."""
+    """Returns the rule that calls `fsdp_wrap_fn` of top modules for all modules inside them."""
     hooks = [(top, getattr(top, "fsdp_wrap_fn", None)) for top in tops]
-    asked = {
+    hook_of = {
         id(module): hook
         for top, hook in hooks
         if callable(hook)
         for module in top.modules()
         if module is not top
     }
-    if not asked:
+    if not hook_of:
         return None
 
     def rule(name: str, module: nn.Module) -> Decision | None:
-        hook = asked.get(id(module))
+        hook = hook_of.get(id(module))
         answer: Any = None if hook is None else hook(module)
         if not answer:
             return None
@@ -193,16 +192,16 @@ def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
 
 
 def _check_mesh(name: str, mesh: Any, shape: MeshShape | None) -> None:
-    """Accepts the run's own mesh, which LLM Foundry's mixtures of experts give their experts."""
+    """Refuses a mesh that is not the run's, which LLM Foundry's experts are given."""
     ranks = mesh.mesh if isinstance(mesh, DeviceMesh) else None
     if ranks is not None and shape is not None:
-        # One copy of the model is one mesh with or without an axis for it.
-        own = torch.arange(shape.shard * (shape.replicate or 1)).view(-1, shape.shard)
-        if torch.equal(ranks.cpu().view(-1, ranks.shape[-1]), own):
+        # A single replica is one mesh with or without an axis for replicas.
+        ranks_of_run = torch.arange(shape.shard * (shape.replicate or 1)).view(-1, shape.shard)
+        if torch.equal(ranks.cpu().view(-1, ranks.shape[-1]), ranks_of_run):
             return
-    given = f"a {type(mesh).__name__}" if ranks is None else f"the ranks {ranks.tolist()}"
+    shown = f"a {type(mesh).__name__}" if ranks is None else f"the ranks {ranks.tolist()}"
     raise ConfigError(
-        f"fsdp_wrap_fn gives '{name}' its own 'device_mesh', {given}, which is not that of the "
+        f"fsdp_wrap_fn gives '{name}' its own 'device_mesh', {shown}, which is not that of the "
         "run. Its gradients would be averaged over other ranks than those that computed them. Take "
         "it out, or set the degrees of the whole run; experts that are split over ranks "
         "(moe_world_size above 1) are not supported."
@@ -212,23 +211,27 @@ def _check_mesh(name: str, mesh: Any, shape: MeshShape | None) -> None:
 def activation_choice(
     tree: ModuleTree, blocks: Collection[str]
 ) -> Callable[[str, nn.Module], bool]:
-    """Returns which modules are checkpointed.
+    """Returns the function that chooses modules to checkpoint, by name and module.
 
-    `_activation_checkpointing` on a module, then `activation_checkpointing_fn` of the direct child
-    it lies in. A model with neither is checkpointed at its FSDP blocks, see `WrapPlan.blocks`.
+    It reads `_activation_checkpointing` on a module, then `activation_checkpointing_fn` of the
+    direct child the module lies in. A model with neither is checkpointed at its FSDP blocks.
+
+    Args:
+        tree: a ComposerModel or any other module.
+        blocks: names from `WrapPlan.blocks`.
     """
     hooks = [(top, getattr(top, "activation_checkpointing_fn", None)) for top in _tops(tree.root)]
-    asked = {id(m): hook for top, hook in hooks if callable(hook) for m in top.modules()}
-    own = (attribute_of(module, "_activation_checkpointing", ...) for _, module in tree.modules())
-    if not asked and all(one is ... for one in own):
+    hook_of = {id(m): hook for top, hook in hooks if callable(hook) for m in top.modules()}
+    marks = (attribute_of(module, "_activation_checkpointing", ...) for _, module in tree.modules())
+    if not hook_of and all(mark is ... for mark in marks):
         return lambda name, _module: name in blocks
 
     def chosen(_name: str, module: nn.Module) -> bool:
-        wanted = getattr(module, "_activation_checkpointing", None)
-        hook = asked.get(id(module))
-        if wanted is None and hook is not None:
-            wanted = hook(module)
-        return bool(wanted)
+        choice = getattr(module, "_activation_checkpointing", None)
+        hook = hook_of.get(id(module))
+        if choice is None and hook is not None:
+            choice = hook(module)
+        return bool(choice)
 
     return chosen
 
@@ -243,5 +246,5 @@ def count_flops_once(model: nn.Module, group: BatchGroup | None) -> None:
         setattr(model, "flops_per_batch", functools.partial(_share, counted, group.size))  # noqa: B010
 
 
-def _share(counted: Callable[..., Any], size: int, batch: Any) -> float:
-    return counted(batch) / size
+def _share(count: Callable[..., Any], size: int, batch: Any) -> float:
+    return count(batch) / size

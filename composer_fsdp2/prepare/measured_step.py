@@ -43,18 +43,18 @@ class Traffic(StepListener):
         self._gathered: dict[Any, int] = {}
 
     def begin(self) -> None:
-        """Counts from here; units that are gathered now count in the peak."""
+        """Sets counts to zero; units that are gathered now count in the peak."""
         self.counts.clear()
         self._note_peak()
 
     def before_gather(self, unit: str, group: Any) -> None:
-        """Collective: no."""
+        """Counts an all-gather. Collective: no."""
         self._gathered[group] = gather_bytes(group)
         self.counts.update(collectives=1, gathered_bytes=self._gathered[group])
         self._note_peak(group)
 
     def before_reduce(self, unit: str, group: Any) -> None:
-        """Collective: no."""
+        """Counts a reduce-scatter, and an all-reduce over replicas. Collective: no."""
         shape, part = self.run.shape, reduction_bytes(group)
         self.counts.update(collectives=1, reduced_bytes=part * shards_of(group))
         # A hook averages over replicas where torch's own HSDP cannot.
@@ -63,16 +63,16 @@ class Traffic(StepListener):
             self.counts.update(collectives=1, reduced_bytes=part)
 
     def _note_peak(self, coming: Any = None) -> None:
-        """Adds up the units that are gathered, and the one that comes."""
-        held = self._gathered.items()
-        self._gathered = {g: n for g, n in held if g is coming or holds_gathered(g)}
+        """Updates the peak of gathered units, `coming` included."""
+        gathered = self._gathered.items()
+        self._gathered = {g: n for g, n in gathered if g is coming or holds_gathered(g)}
         self.counts["peak_unsharded_bytes"] = max(
             self.counts["peak_unsharded_bytes"], sum(self._gathered.values())
         )
 
 
 def show(text: str) -> None:
-    """Shows a text even where nobody set up logging: the user asked for it."""
+    """Shows a text that the user asked for, also where logging is not set up."""
     if log.isEnabledFor(logging.INFO):
         log.info(text)
     else:
@@ -92,15 +92,15 @@ _ROWS = {
 class StepComparison(Traffic):
     """Shows the second step as predicted and as measured.
 
-    It is the first that a forecast describes: the optimizer has its state, units are prefetched,
-    and those that have run once reduce as `gradient_sync` says.
+    The second step is the first that a forecast describes: the optimizer has its state, units are
+    prefetched, and units that have run once reduce as `gradient_sync` says.
     """
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
         """Says whether `composer-fsdp2 train` left a forecast to this rank. Collective: no."""
-        asked = run.settings.verbose and len(run.optimizers) == 1 and FORECAST in os.environ
-        return asked and dist.get_global_rank() == 0
+        is_predicted = run.settings.verbose and len(run.optimizers) == 1 and FORECAST in os.environ
+        return is_predicted and dist.get_global_rank() == 0
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -127,11 +127,11 @@ class StepComparison(Traffic):
         if self._steps != 2:
             return
         self.run.stop_listening(self)
-        # Holds all state, whatever copy has stepped.
+        # The optimizer itself has all state, whichever copy has stepped.
         stay = kept_storages(self._params, self.run.optimizers[0])
-        held = {storage.data_ptr(): (kind, storage.nbytes()) for kind, storage in stay}
+        storages = {storage.data_ptr(): (kind, storage.nbytes()) for kind, storage in stay}
         measured, peak = Counter(self.counts), self._peak()
-        for kind, size in held.values():
+        for kind, size in storages.values():
             measured[kind] += size
         if peak > self._earlier_peak:  # else loading took more than a step
             measured["peak_allocated_bytes"] = peak

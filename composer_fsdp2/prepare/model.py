@@ -1,4 +1,4 @@
-"""`prepare_fully_shard`: what FSDP1 users call, done with FSDP2.
+"""Prepares a model as FSDP1 under Composer does, with FSDP2: `prepare_fully_shard`.
 
 [Note: order of transformations] Plan on names, let the ranks agree, apply `TRANSFORMATIONS` in
 their order, shard with children before parents (making each unit's weights real just before, or
@@ -79,7 +79,7 @@ __all__ = ["STEP", "TRANSFORMATIONS", "parallelize_composer_model", "prepare_ful
 
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
     ExpertParallel(),
-    TensorParallel(),  # divides nothing in a unit that ranks hold between them
+    TensorParallel(),  # divides nothing in a unit of experts that ranks share
     SequenceParallel(),
     TiledMLP(),
     ChunkedLoss(),
@@ -87,7 +87,7 @@ TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
     ActivationCheckpointing(),
     CompileBlocks(),
 )
-"""what is done to a model before it is sharded, in the order in which it must be done; see
+"""changes of a model before it is sharded, in the order in which they must be made; see
 [Note: transformations] in `blocks.transformation`"""
 
 STEP: tuple[type[StepListener], ...] = (
@@ -109,7 +109,7 @@ STEP: tuple[type[StepListener], ...] = (
     ExplainErrors,
     StepComparison,
 )
-"""what happens in a step of a prepared model, beside what torch does"""
+"""listeners of a step of a prepared model, in the order in which they are called"""
 
 
 @collector_paused()
@@ -218,7 +218,7 @@ def parallelize_composer_model(
 
 @contextlib.contextmanager
 def _explained_group() -> Generator[None]:
-    """Says in a sentence that the process group is of no use any more. Collective: no."""
+    """Explains errors of a process group that has timed out. Collective: no."""
     try:
         yield
     except RuntimeError as error:
@@ -234,7 +234,7 @@ def _explained_group() -> Generator[None]:
 
 def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
     """Returns the features of the run that need private members of torch."""
-    asked = {
+    features = {
         "activation_checkpointing": settings.activation_checkpointing
         or settings.activation_cpu_offload,
         "chunked_loss": settings.chunked_loss,
@@ -247,7 +247,7 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
         "unused_parameters": settings.unused_parameters is not False,
         MONITOR: settings.verbose,
     }
-    return [name for name, is_asked in asked.items() if is_asked]
+    return [name for name, is_on in features.items() if is_on]
 
 
 def apply_to_model(
@@ -260,12 +260,12 @@ def apply_to_model(
     for optimizer in plan.optimizers:
         if isinstance(optimizer, MatrixOptimizer) and plan.groups is not None:
             optimizer.assign_groups(plan.groups)
-    detached = [detach_optimizer(optimizer, plan.tree) for optimizer in plan.optimizers]
+    detached_optimizers = [detach_optimizer(optimizer, plan.tree) for optimizer in plan.optimizers]
     # A plan with a tree would keep full parameters in memory until all units are sharded.
     tree, plan.tree = plan.tree, ModuleTree()
     mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
     changed = [planned.step.apply_on(tree, planned.plan, mesh) for planned in plan.transformations]
-    parallelisms: list[AppliedParallelism] = [found for found in changed if found is not None]
+    parallelisms: list[AppliedParallelism] = [applied for applied in changed if applied is not None]
     if any(planned.step.exchanges_modules for planned in plan.transformations):
         tree = ModuleTree.read(model)
     offload = settings.cpu_offload
@@ -289,10 +289,10 @@ def apply_to_model(
     _cast_buffers(tree, plan)
     tops = [units[u.module] for u in plan.units.units if u.top_level]
     apply_communication(tops, units.values(), settings.communication)
-    for one in detached:
-        reattach_optimizer(one)
+    for detached in detached_optimizers:
+        reattach_optimizer(detached)
         for parallelism in parallelisms:
-            parallelism.connect_optimizer(one.optimizer)
+            parallelism.connect_optimizer(detached.optimizer)
     run = start_run(tree, plan, units, parallelisms)
     count_flops_once(model, run.batch_group)
     for optimizer in plan.optimizers:
@@ -324,7 +324,7 @@ def start_run(
     names = [unit.module for unit in plan.units.units]
     inside = [name for name in names if name not in around and name.startswith(beside)]
     force_backward_through(units[name] for name in inside)
-    same_batch = tuple(found for found in parallelisms if isinstance(found, SameBatchGroup))
+    same_batch = tuple(group for group in parallelisms if isinstance(group, SameBatchGroup))
     run = Run(
         model=tree.root,
         tree=tree,
@@ -343,12 +343,12 @@ def start_run(
 
 
 def _cast_buffers(tree: ModuleTree, plan: PreparePlan) -> None:
-    """Gives every buffer the dtype that its unit, else the run asks for. Collective: no."""
+    """Gives every buffer the dtype of its unit's setting, else of the run's. Collective: no."""
     run = plan.settings.mixed_precision
     units = plan.units.units
     of_unit = {unit.module: unit.mixed_precision or run for unit in units}
-    found: dict[str, str | PrecisionSpec] = {}
+    dtypes: dict[str, str | PrecisionSpec] = {}
     for path, module in tree.modules():  # parents come before children
-        around = found.get(path.rpartition(".")[0], run)
-        found[path] = of_unit.get(path, around)
-        cast_buffers(module, found[path])
+        around = dtypes.get(path.rpartition(".")[0], run)
+        dtypes[path] = of_unit.get(path, around)
+        cast_buffers(module, dtypes[path])

@@ -60,8 +60,8 @@ class PreparePlan:
 
     Args:
         model: a ComposerModel or any module, on any device, not sharded yet.
-        optimizers: one or several that hold parameters of the model; or `None`.
-        settings: read and checked.
+        optimizers: an optimizer of the model's parameters, or several; or `None`.
+        settings: from `resolve_settings`.
         precision: a name of Composer or its `Precision`; `None` is fp32.
         device: where the shards live, as Composer names it; `None` is the best there is.
         mesh: the mesh of the run, where the caller has built it.
@@ -80,24 +80,24 @@ class PreparePlan:
         transformations: Sequence[Transformation[Any]],
     ) -> None:
         self.settings, self.mesh = settings, mesh
-        place, self.device_type = _place_of(device, mesh)
+        composer_device, self.device_type = _device_of(device, mesh)
         _check_offload(settings, self.device_type)
         check_communication(settings.communication, self.device_type)
-        given = ensure_tuple(optimizers)
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = given
-        muon = given[0] if len(given) == 1 and isinstance(given[0], MatrixOptimizer) else None
-        if muon is None and any(isinstance(optimizer, MatrixOptimizer) for optimizer in given):
+        optimizers = ensure_tuple(optimizers)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = optimizers
+        muon = next((o for o in optimizers if isinstance(o, MatrixOptimizer)), None)
+        if muon is not None and len(optimizers) > 1:
             raise ConfigError(
-                f"{len(given)} optimizers were given, and one is Muon, which steps all parameters "
-                "of the model. The others would step them once more. Give Muon alone: it steps by "
-                "AdamW what it does not orthogonalise."
+                f"{len(optimizers)} optimizers were given, and one is Muon, which steps all "
+                "parameters of the model. The others would step them once more. Give Muon alone: "
+                "it steps by AdamW what it does not orthogonalise."
             )
         self.tree = tree = ModuleTree.read(model)
         refuse_unreadable(tree)
         refuse_gradients(tree)
         check_hooks(tree)
         self.shape = shape = MeshShape.resolve(settings, dist.get_world_size())
-        self.compute = _compute_dtype(precision, place)
+        self.compute = _compute_dtype(precision, composer_device)
         optional = settings.unused_parameters
         named = optional if isinstance(optional, tuple) else ()
         self.conditional = [] if optional is False else [*conditional_modules(tree, named)]
@@ -106,7 +106,7 @@ class PreparePlan:
         if self.conditional and (settings.activation_checkpointing or settings.compile):
             # A block of a tower is one, whatever unit its parameters are in.
             blocks = self._plan_units([]).blocks()
-        odd = [one for one in given if not isinstance(one, MatrixOptimizer) and not known_as(one)]
+        odd = [o for o in optimizers if not isinstance(o, MatrixOptimizer) and not known_as(o)]
         facts = ModelFacts(
             tree=tree,
             settings=settings,
@@ -125,8 +125,8 @@ class PreparePlan:
             shape.check_reshard(unit.reshard_after_forward, f"'{unit.module}'")
         self.forward_methods = check_forward_methods(tree, settings.forward_methods, self.units)
         self.forward_methods += eval_methods(tree, self.units)
-        check_optimizers(given, tree, gives_values=dist.get_global_rank() == 0)
-        for optimizer in given:
+        check_optimizers(optimizers, tree, gives_values=dist.get_global_rank() == 0)
+        for optimizer in optimizers:
             check_optimizer_state(optimizer, settings.optimizer_state)
         self.groups = None if muon is None else muon.plan_groups(tree)
         folder = settings.pretrained_weights
@@ -152,11 +152,11 @@ class PreparePlan:
         )
 
     def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
-        """Returns the policy of one unit; the run's output dtype is that of the model's output."""
-        own = unit.mixed_precision
-        inner = own is None and not unit.top_level
+        """Returns the policy of a unit; the run's output dtype is for the model's output alone."""
+        of_unit = unit.mixed_precision
+        inner = of_unit is None and not unit.top_level
         is_linear = unit.module in self._linear
-        mixed_precision = own or self.settings.mixed_precision
+        mixed_precision = of_unit or self.settings.mixed_precision
         return resolve_precision(mixed_precision, self.compute, inner, is_linear)
 
     def describe(self) -> str:
@@ -168,7 +168,7 @@ class PreparePlan:
         return "\n".join(str(planned) for planned in self.transformations)
 
     def plan_of(self, kind: type[Transformation[Any]]) -> Any:
-        """Returns the plan of a transformation, `None` where this run does not ask for it."""
+        """Returns the plan of a transformation, `None` if the run has none."""
         return next((p.plan for p in self.transformations if isinstance(p.step, kind)), None)
 
     def facts(self) -> dict[str, Any]:
@@ -199,12 +199,14 @@ class PreparePlan:
         }
 
 
-def _place_of(device: str | Device | None, mesh: DeviceMesh | None) -> tuple[Device | None, str]:
-    """Returns the device, `None` for that of a Trainer, which checks the precision itself."""
+def _device_of(device: str | Device | None, mesh: DeviceMesh | None) -> tuple[Device | None, str]:
+    """Returns Composer's device and its type; no device for a Trainer, which checks precision."""
     if device is None and mesh is not None:
         return None, mesh.device_type
-    place = get_device(device)
-    return place, "cuda" if isinstance(place, DeviceGPU) else place.name
+    composer_device = get_device(device)
+    return composer_device, "cuda" if isinstance(
+        composer_device, DeviceGPU
+    ) else composer_device.name
 
 
 def _check_offload(settings: FSDP2Config, device_type: str) -> None:
@@ -246,10 +248,12 @@ def _open_weights(path: str, tree: ModuleTree) -> PretrainedWeights:
     return weights
 
 
-def _compute_dtype(precision: str | Precision | None, place: Device | None) -> torch.dtype:
+def _compute_dtype(
+    precision: str | Precision | None, composer_device: Device | None
+) -> torch.dtype:
     precision = precision or Precision.FP32
     name = precision.value if isinstance(precision, Precision) else str(precision)
     dtype = compute_dtype(name)
-    if place is not None:
-        _validate_precision(Precision(name), place)
+    if composer_device is not None:
+        _validate_precision(Precision(name), composer_device)
     return dtype

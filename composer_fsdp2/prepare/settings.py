@@ -1,4 +1,4 @@
-"""Our settings as an object that Composer accepts, read from every object that holds settings."""
+"""Reads settings from every object that holds them, into a class that Composer accepts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def resolve_settings(config: Any) -> FSDP2Config:
 
 
 def _from_composer(config: ComposerFSDP2Config) -> FSDP2Config:
-    """Composer's own class; its `True` is torch's default, which keeps the top-level unit."""
+    """Reads Composer's own class; its `True` is torch's default, which keeps the root gathered."""
     values: dict[str, Any] = {
         name: getattr(config, name)
         for name in (

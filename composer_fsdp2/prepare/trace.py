@@ -58,7 +58,7 @@ def preparing(
 
     Args:
         settings: from `traced_settings`.
-        precision: of the run on its GPUs; Composer would refuse some on a CPU.
+        precision: a name of Composer, as on GPUs; Composer would refuse some on a CPU.
         steps_together: step all tensors of a group at once, which is the default of torch's
             optimizers on GPUs, and takes temporary tensors as large as the shards.
     """

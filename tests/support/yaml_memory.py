@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.prepare.conventions import trainer_rules
@@ -123,7 +124,7 @@ def _plan(model: ComposerModel, settings: str) -> WrapPlan:
     config = parse_config(json.loads(settings))
     return plan_wrapping(
         model,
-        trainer_rules(model, config.wrap_policy),
+        trainer_rules(ModuleTree.read(model), config.wrap_policy),
         reshard_after_forward=config.reshard_after_forward,
         tied_weights=config.tied_weights,
         ignored_params=config.ignored_params,

@@ -122,7 +122,7 @@ def test_table_of_every_layout_of_ties(tie, device):
 
 def test_table_of_a_composer_model():
     model = TinyComposer(layers=2)
-    plan = plan_wrapping(model, trainer_rules(model, WrapPolicy()))
+    plan = plan_wrapping(model, trainer_rules(ModuleTree.read(model), WrapPolicy()))
     assert str(plan) == dedent("""\
         unit          params  elements  reshard  reason
         net.blocks.0       6       450  true     fsdp_wrap_fn
@@ -132,7 +132,7 @@ def test_table_of_a_composer_model():
 
 def test_table_of_a_tie_across_direct_children():
     model = AcrossChildren()
-    plan = plan_wrapping(model, trainer_rules(model, WrapPolicy()))
+    plan = plan_wrapping(model, trainer_rules(ModuleTree.read(model), WrapPolicy()))
     assert str(plan) == dedent("""\
         unit    params  elements  reshard  reason
         body        12       900  true     direct child
@@ -142,7 +142,7 @@ def test_table_of_a_tie_across_direct_children():
 
 def test_a_grandchild_registered_again():
     model = Grandchild()
-    plan = plan_wrapping(model, trainer_rules(model, WrapPolicy()))
+    plan = plan_wrapping(model, trainer_rules(ModuleTree.read(model), WrapPolicy()))
     assert [unit.module for unit in plan.units] == [
         *(f"net.blocks.{n}" for n in range(3)),
         "net",
@@ -161,8 +161,8 @@ def hf(kind, config) -> nn.Module:
 
 def test_table_of_gpt2():
     config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32, n_positions=16)
-    model = hf(transformers.AutoModelForCausalLM, config)
-    assert str(plan_wrapping(model, [root_rule, by_hf_blocks(model)])) == dedent("""\
+    tree = ModuleTree.read(hf(transformers.AutoModelForCausalLM, config))
+    assert str(plan_wrapping(tree, [root_rule, by_hf_blocks(tree)])) == dedent("""\
         unit             params  elements  reshard  reason
         transformer.h.0      12       872  true     _no_split_modules
         transformer.h.1      12       872  true     _no_split_modules
@@ -179,8 +179,8 @@ def test_table_of_llama():
         num_key_value_heads=2,
         vocab_size=32,
     )
-    model = hf(transformers.AutoModelForCausalLM, config)
-    assert str(plan_wrapping(model, [root_rule, by_hf_blocks(model)])) == dedent("""\
+    tree = ModuleTree.read(hf(transformers.AutoModelForCausalLM, config))
+    assert str(plan_wrapping(tree, [root_rule, by_hf_blocks(tree)])) == dedent("""\
         unit            params  elements  reshard  reason
         model.layers.0       9       656  true     _no_split_modules
         model.layers.1       9       656  true     _no_split_modules

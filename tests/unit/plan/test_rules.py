@@ -235,7 +235,7 @@ def hf(config, auto=transformers.AutoModelForCausalLM) -> nn.Module:
 
 
 def hf_plan(model: nn.Module) -> WrapPlan:
-    rule = by_hf_blocks(model)
+    rule = by_hf_blocks(ModuleTree.read(model))
     assert rule is not None
     return plan_wrapping(model, [root_rule, rule])
 
@@ -257,7 +257,7 @@ def test_gpt2_keeps_its_tie():
     head = policy_rules(
         ModuleTree.read(model), WrapPolicy(embeddings=UnitSettings(), lm_head=UnitSettings())
     )
-    lifted = plan_wrapping(model, [*head, by_hf_blocks(model)]).owner_of()
+    lifted = plan_wrapping(model, [*head, by_hf_blocks(ModuleTree.read(model))]).owner_of()
     assert lifted["transformer.wte.weight"] == lifted["lm_head.weight"]
     assert lifted["lm_head.weight"].module == ""
     assert lifted["transformer.wpe.weight"].module == "transformer.wpe"
@@ -300,9 +300,9 @@ def test_a_model_inside_another_is_found():
 
 
 def test_models_without_a_list_have_no_rule():
-    assert by_hf_blocks(TinyLM()) is None
+    assert by_hf_blocks(ModuleTree.read(TinyLM())) is None
     listing = TinyLM()
     listing._no_split_modules = ["Elsewhere"]
-    assert by_hf_blocks(listing) is None
+    assert by_hf_blocks(ModuleTree.read(listing)) is None
     listing._no_split_modules = None
-    assert by_hf_blocks(listing) is None
+    assert by_hf_blocks(ModuleTree.read(listing)) is None

@@ -36,7 +36,7 @@ def llama(**changes: Any) -> HuggingFaceModel:
 
 
 def plan(model: nn.Module, **policy: Any) -> WrapPlan:
-    return plan_wrapping(model, trainer_rules(model, WrapPolicy(**policy)))
+    return plan_wrapping(model, trainer_rules(ModuleTree.read(model), WrapPolicy(**policy)))
 
 
 def rows(found: WrapPlan) -> dict[str, tuple[int, Any, str]]:
@@ -79,7 +79,7 @@ def test_one_end_may_be_turned_off():
 
 def test_a_head_follows_the_run_and_its_own_settings():
     model = llama(tied=False)
-    rules = trainer_rules(model, WrapPolicy())
+    rules = trainer_rules(ModuleTree.read(model), WrapPolicy())
     freed = plan_wrapping(model, rules, reshard_after_forward=True)
     assert rows(freed)["model.lm_head"][1] is True
     asked = plan(model, lm_head=UnitSettings(reshard_after_forward=2))
@@ -180,7 +180,9 @@ def test_another_dtype_keeps_a_small_end_apart():
 
 def test_fp32_keeps_a_small_end_apart():
     model = Marked()
-    rules = trainer_rules(model, WrapPolicy(), keep_fp32=["norm"], gathered_in=torch.bfloat16)
+    rules = trainer_rules(
+        ModuleTree.read(model), WrapPolicy(), keep_fp32=["norm"], gathered_in=torch.bfloat16
+    )
     found = rows(plan_wrapping(model, rules))
     assert found["norm"] == (20, True, "keep_fp32")
     assert found[""][2] == "root, with embed"
@@ -288,7 +290,7 @@ def test_a_tied_weight_is_not_divided():
 def test_what_a_rule_refused_is_not_made_a_unit():
     model = TinyLM(layers=1)
     model.embed._fsdp_wrap = False
-    rules = trainer_rules(model, WrapPolicy())
+    rules = trainer_rules(ModuleTree.read(model), WrapPolicy())
     found = rows(plan_wrapping(model, rules, sizes=UnitSizes(most=1000)))
     assert "embed" not in found
     assert "head" in found

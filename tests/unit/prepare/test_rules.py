@@ -23,7 +23,7 @@ from tests.support.models import AcrossChildren, Block, TinyComposer, TinyLM
 
 
 def plan(model: nn.Module, **policy):
-    return plan_wrapping(model, trainer_rules(model, WrapPolicy(**policy)))
+    return plan_wrapping(model, trainer_rules(ModuleTree.read(model), WrapPolicy(**policy)))
 
 
 def reasons(model: nn.Module, **policy) -> dict[str, str]:
@@ -95,7 +95,9 @@ def test_metrics_are_left_alone():
     model = Around(net=Plain(), metric=metric, metrics=MetricCollection([MeanMetric()]))
     metric.inner._fsdp_wrap = True
     metric.inner.weight.requires_grad_(False)
-    found = plan_wrapping(model, trainer_rules(model, WrapPolicy()), ignored_params=["metric.*"])
+    found = plan_wrapping(
+        model, trainer_rules(ModuleTree.read(model), WrapPolicy()), ignored_params=["metric.*"]
+    )
     assert [unit.module for unit in found.units] == ["net"]
 
 
@@ -239,7 +241,7 @@ def test_answers_that_cannot_be_followed(answer, said):
 
 def test_a_policy_that_matches_nothing_is_an_error():
     with pytest.raises(PlanError, match=r"wrap_policy\.classes names 'Blok'"):
-        trainer_rules(TinyComposer(), WrapPolicy(classes=(Selector("Blok"),)))
+        trainer_rules(ModuleTree.read(TinyComposer()), WrapPolicy(classes=(Selector("Blok"),)))
 
 
 # --- activation checkpointing ---
