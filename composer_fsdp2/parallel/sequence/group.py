@@ -400,8 +400,8 @@ class SequenceGroup(SameBatchGroup):
             if not off <= _TOLERANCE.get(got.dtype, 0.1):
                 error = error or PlanError(
                     f"The {quantity} of the first {inputs.shape[1]} tokens, divided between ranks, "
-                    f"is {100 * off:.2g} % off what it is in one process. The model sees tokens in a "
-                    "way that is not known here, and the run would train another one. Leave "
+                    f"is {100 * off:.2g} % off what it is in one process. The model sees tokens in "
+                    "a way that is not known here, and the run would train another one. Leave "
                     "sequence_parallel out for this model."
                 )
         raise_on_all_ranks({}, error)
