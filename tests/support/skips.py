@@ -19,6 +19,7 @@ REASONS = (
     "needs a C++ compiler",  # of the pretend accelerator, and what it compiles with
     "needs network devices of its own",  # which the kernel of a container may not let it have
     "torch has no ",  # a feature by its name
+    "transformers has no ",  # a model by its name
 )
 EXTRAS = {"foundry": "llm-foundry", "fp8": "torchao"}
 """Libraries that a run of the tests may go without; all other ones of a test are in `test`."""

@@ -136,13 +136,21 @@ def ignores_padding(model: nn.Module) -> bool:
     return "shift_attention_mask" in inspect.unwrap(type(model).forward).__code__.co_varnames
 
 
+def _config_of(module: Any) -> Any:
+    """Returns the configuration of an attention's layer, where layers have other heads."""
+    if getattr(module.config, "is_heterogeneous", False):
+        return module.config.per_layer_config[module.layer_idx]
+    return module.config
+
+
 class _HuggingFace(AttentionKind):
     def knows(self, module: nn.Module) -> bool:
         return "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module)
 
     def heads_of(self, module: Any) -> tuple[int, int]:
-        heads = module.config.num_attention_heads
-        return heads, getattr(module.config, "num_key_value_heads", None) or heads
+        config = _config_of(module)
+        heads = config.num_attention_heads
+        return heads, getattr(config, "num_key_value_heads", None) or heads
 
     def why_not(self, name: str, module: Any) -> str | None:
         implementation = getattr(module.config, _IMPLEMENTATION)
@@ -150,8 +158,13 @@ class _HuggingFace(AttentionKind):
             return f"'{name}' computes with {implementation} (write attn_implementation: sdpa)"
         if attribute_of(module, "is_causal") is False or attribute_of(module, "is_cross_attention"):
             return f"'{name}' sees later tokens, or another sequence"
-        if (size := getattr(module.config, "attention_chunk_size", None)) is not None:
+        if (size := getattr(_config_of(module), "attention_chunk_size", None)) is not None:
             return f"'{name}' sees chunks of {size} tokens alone (attention_chunk_size)"
+        if implementation in _FUSED and module._parameters.get("sinks") is not None:
+            return (
+                f"'{name}' has attention sinks, which torch's own attention does not compute "
+                "(write attn_implementation: eager)"
+            )
         return None
 
     def mask_rules(

@@ -205,6 +205,12 @@ def known_layers(name: str, module: nn.Module) -> KnownBlock | None:
     if type(module).__name__ in _FUSED and _FUSED[type(module).__name__][0] in children:
         return _fused_attention(name, module)
     for names in _SEPARATE:
+        # Gemma 4 and 3n have layers whose values are their keys, or both those of an earlier layer:
+        # https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/models/gemma4/modeling_gemma4.py#L1171
+        if attribute_of(module, "is_kv_shared_layer") is True:
+            names = (names[0], names[-1])
+        elif attribute_of(module, "use_alternative_attention") is True:
+            names = (*names[:2], names[-1])
         if linear.issuperset(names) and isinstance(attribute_of(module, "head_dim"), int):
             return _separate_attention(name, module, names)
     if type(module).__name__ in _FUSED_MLPS and linear.issuperset(_FUSED_MLP):
@@ -261,16 +267,18 @@ def _separate_attention(name: str, module: nn.Module, names: Sequence[str]) -> K
     for child, width in zip(projections, widths, strict=True):
         if width % size:
             raise PlanError(_unusual(name, f"its {child} is {width} wide, and a head {size}"))
-    query, key, value = widths
-    if key != value:
+    query, *others = widths
+    if len({*others}) > 1:
         raise PlanError(_unusual(name, "its keys and values have different sizes"))
-    heads, kv_heads = query // size, key // size
+    heads = {"query heads": query // size}
+    if others:
+        heads["key and value heads"] = others[0] // size
     # Classes have some of these attributes, and shape by them. An attribute with another value does
     # not count these heads.
-    counted = dict.fromkeys(_COUNTS, (heads, kv_heads)) | dict.fromkeys(_WIDTHS, (query,))
+    counted = dict.fromkeys(_COUNTS, (*heads.values(),)) | dict.fromkeys(_WIDTHS, (query,))
     return KnownBlock(
         cuts=dict.fromkeys(projections, _COLUMNS) | {output: _ROWS},
-        heads={"query heads": heads, "key and value heads": kv_heads},
+        heads=heads,
         head_size=size,
         counts={
             attribute: vars(module)[attribute]

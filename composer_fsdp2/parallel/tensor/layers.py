@@ -40,8 +40,8 @@ _STYLES: Mapping[str, Cut | None] = {
     "rowwise": Cut(kind="rows"),
     "whole": None,
 }
-_RENAMED = {"colwise_gather_output": "colwise_rep"}
-"""styles of newer transformers"""
+_RENAMED = {"colwise_gather_output": "colwise_rep", "embedding_rowwise": "whole"}
+"""styles of newer transformers; an embedding is divided with a head tied to it, or not at all"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +327,23 @@ def _check_blocks(search: _Search) -> None:
                     f"{', '.join(map(str, divisors))}, or keep it whole with "
                     f"tensor_parallel.layer_plan: {{'{name}.*': whole}}."
                 )
+    # In some models, layers use keys and values of an earlier one, with its heads.
+    sharing = [
+        name
+        for name, module in search.modules.items()
+        if attribute_of(module, "is_kv_shared_layer") is not None
+    ]
+    whole = [name for name in sharing if name not in search.known]
+    if (
+        whole
+        and len(whole) < len(sharing)
+        and any(attribute_of(search.modules[name], "is_kv_shared_layer") for name in sharing)
+    ):
+        raise PlanError(
+            f"tensor_parallel.layer_plan keeps '{whole[0]}' whole and divides attention of other "
+            "layers, and in this model some layers use keys and values of others. They would have "
+            "other heads. Keep the attention of all layers whole, or of none."
+        )
 
 
 def _check_between(search: _Search) -> None:
