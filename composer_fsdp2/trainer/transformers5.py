@@ -14,6 +14,8 @@ import torch
 from transformers.generation.utils import GenerationMixin
 from transformers.models.llama import LlamaConfig
 
+from composer_fsdp2.errors import ConfigError
+
 __all__ = [
     "TupleGenerationMixin",
     "add_generation",
@@ -36,14 +38,40 @@ def load_pretrained(
     load_in_8bit: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Replaces `from_pretrained`: translates two arguments as transformers 4 did."""
+    """Replaces `from_pretrained`: translates two arguments, and reads text parts, as version 4 did.
+
+    Raises:
+        ConfigError: nothing in the folder is a weight of the class.
+    """
     if use_auth_token is not None:
         kwargs["token"] = use_auth_token
     if load_in_8bit:
         from transformers.utils.quantization_config import BitsAndBytesConfig
 
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    return original(cls, *args, **kwargs)
+    tells = kwargs.pop("output_loading_info", False)
+    found = original(cls, *args, output_loading_info=True, **kwargs)
+    if _lacks_all_weights(*found):
+        # transformers 5 knows the names of the whole model for some text parts alone:
+        # https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/conversion_mapping.py#L1341
+        found = original(
+            cls, *args, output_loading_info=True, **{"key_mapping": _OF_TEXT_PART, **kwargs}
+        )
+    if _lacks_all_weights(*found):
+        raise ConfigError(
+            f"No weight that {cls.__name__} reads from {args[0]!r} has a name of this class, and "
+            "transformers would draw all of its weights at random. The folder holds another model. "
+            "Write another folder as pretrained_model_name_or_path, or `pretrained: false`."
+        )
+    return found if tells else found[0]
+
+
+_OF_TEXT_PART = {r"^(model\.)?language_model\.(model\.)?": "model."}
+"""how names of weights begin in a model of text and images, and in the text part alone"""
+
+
+def _lacks_all_weights(model: torch.nn.Module, info: dict[str, Any]) -> bool:
+    return {name for name, _ in model.named_parameters()} <= {*info["missing_keys"]}
 
 
 def build_on_device(_original: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:

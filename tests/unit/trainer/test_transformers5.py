@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from composer_fsdp2 import uninstall
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.patches import install_for_foundry
+from tests.support import recent_models
 from tests.support.models import llama_config
 
 mpt = pytest.importorskip("llmfoundry.models.mpt", reason="needs the extra foundry")
+
+quiet = pytest.mark.filterwarnings("ignore:The `use_auth_token` argument:FutureWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +37,57 @@ def small_mpt(**changes: object) -> torch.nn.Module:
     return mpt.MPTForCausalLM(config).eval()
 
 
-@pytest.mark.filterwarnings("ignore:The `use_auth_token` argument is deprecated:FutureWarning")
+@quiet
 def test_old_arguments_are_not_the_models(tmp_path: Path):
     LlamaForCausalLM(llama_config()).save_pretrained(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for cls in (AutoModelForCausalLM, LlamaForCausalLM):
         found = cls.from_pretrained(tmp_path, use_auth_token=False, load_in_8bit=False)
         torch.testing.assert_close(found.state_dict(), expected, rtol=0, atol=0)
+
+
+@quiet
+@pytest.mark.parametrize("family", ["Gemma 3", "Gemma 4"])
+def test_the_text_part_is_read_from_a_model_of_text_and_images(tmp_path: Path, family: str):
+    """As LLM Foundry asks for it: with the configuration of that part."""
+    if family == "Gemma 4" and (why := recent_models.missing(family)):
+        pytest.skip(why)
+    model = gemma3_with_images() if family == "Gemma 3" else gemma4_with_images()
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path).text_config
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, use_auth_token=False)
+    assert type(found).__name__.endswith("ForCausalLM")
+    expected = {
+        name.rpartition("language_model.")[2].removeprefix("model."): value
+        for name, value in model.state_dict().items()
+    }
+    for name, value in found.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def gemma3_with_images() -> Any:
+    library: Any = transformers
+    sizes = {**recent_models.SIZES, "num_hidden_layers": 2, "sliding_window": 4}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    config = library.Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4)
+    return library.Gemma3ForConditionalGeneration(config)
+
+
+def gemma4_with_images() -> Any:
+    library: Any = transformers
+    text = recent_models.gemma4().config.to_dict()
+    return library.Gemma4ForConditionalGeneration(library.Gemma4Config(text_config=text))
+
+
+@quiet
+@pytest.mark.skipif(hasattr(PreTrainedModel, "generate"), reason="transformers has no row to try")
+def test_a_folder_of_another_model_is_refused(tmp_path: Path):
+    model = torch.nn.Linear(2, 2)
+    LlamaForCausalLM(llama_config()).config.save_pretrained(tmp_path)
+    safetensors.torch.save_file(dict(model.state_dict()), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="draw all of its weights at random"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, use_auth_token=False)
 
 
 def test_8_bits_are_asked_for(tmp_path: Path):
