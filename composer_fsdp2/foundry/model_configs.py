@@ -176,5 +176,39 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     },
+    # Those below need transformers 5.
+    "openai/gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+    },
+    # Text and images; LLM Foundry trains the text part of both.
+    "Qwen/Qwen3.5-9B": {
+        "model_type": "qwen3_5",
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "max_position_embeddings": 262144,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [11, 11, 10],
+                "mrope_interleaved": True,
+            },
+        },
+    },
+    "google/gemma-4-E4B": {
+        "model_type": "gemma4",
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+            "final_logit_softcapping": 30.0,
+        },
+    },
 }
 """by their names on the hub"""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -42,13 +43,20 @@ def offline_config(name: str, overrides: Mapping[str, Any]) -> tuple[dict[str, A
             configuration of their own.
 
     Raises:
-        ConfigError: the model is in no table here, and the overrides lack sizes.
+        ConfigError: the model is in no table here, and the overrides lack sizes; or transformers
+            is too old for it.
     """
     configs = {_TUNING.sub("", other): config for other, config in CONFIGS.items()}
     family = _TUNING.sub("", name)
-    if family in configs and "model_type" not in overrides:
-        return configs[family], "those that this package knows"
     kind = overrides.get("model_type")
+    if family in configs and kind is None:
+        if (needed := configs[family]["model_type"]) not in CONFIG_MAPPING:
+            raise ConfigError(
+                f"'{name}' is a model of type {needed}, which came with transformers 5, and "
+                f"{transformers.__version__} is installed. It cannot be built here. Install the "
+                "versions that `python -m composer_fsdp2.pins newest` prints."
+            )
+        return configs[family], "those that this package knows"
     missing = [f"model_type and the sizes ({', '.join(_SIZES[:6])})"]
     if kind in CONFIG_MAPPING:
         default = CONFIG_MAPPING[kind]()

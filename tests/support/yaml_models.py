@@ -40,6 +40,9 @@ PARAMETERS = {
     "Qwen/Qwen3-32B": 32.8e9,
     "mistralai/Mixtral-8x7B-v0.1": 46.7e9,
     "allenai/OLMoE-1B-7B-0924": 6.92e9,
+    "openai/gpt-oss-20b": 20.9e9,
+    "Qwen/Qwen3.5-9B": 8.95e9,
+    "google/gemma-4-E4B": 7.46e9,  # the text part of 8e9
     "mpt-7b": 6.65e9,  # without the rows of its vocabulary that no token has
 }
 """published numbers of parameters"""

@@ -108,7 +108,7 @@ def hub_name(run: Run) -> str:
 
 # --- Which there are. ---
 
-_OTHERS = ("complete", "experts", "long", "tensor")
+_OTHERS = ("complete", "experts", "long", "newest", "tensor")
 """folders whose runs have tests of their own"""
 
 

@@ -333,7 +333,7 @@ def _check_blocks(search: _Search) -> None:
         for name, module in search.modules.items()
         if attribute_of(module, "is_kv_shared_layer") is not None
     ]
-    whole = [name for name in sharing if name not in search.known]
+    whole = [name for name in sharing if name not in search.blocks]
     if (
         whole
         and len(whole) < len(sharing)
