@@ -18,7 +18,7 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,7 +31,15 @@ from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, tied_group
 from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.tensors import non_persistent_buffers
 
-__all__ = ["PretrainedWeights", "StoredTensor", "find_keys", "merge_experts", "read_folder"]
+__all__ = [
+    "BLOCKS",
+    "PretrainedWeights",
+    "StoredTensor",
+    "expert_matrices",
+    "find_keys",
+    "merge_experts",
+    "read_folder",
+]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -140,6 +148,8 @@ _MERGED = (
     ("down_proj", ("w2",)),
 )
 """names of tensors with all experts, and of the matrices they are made of"""
+BLOCKS = (".block_sparse_moe.", ".mlp.")
+"""names of Mixtral's blocks with matrices for each expert, and with merged experts"""
 
 
 def merge_experts(stored: Mapping[str, StoredTensor], tree: ModuleTree) -> dict[str, StoredTensor]:
@@ -153,26 +163,38 @@ def merge_experts(stored: Mapping[str, StoredTensor], tree: ModuleTree) -> dict[
         for _, module in tree.modules()
     ):
         return dict(stored)
-    found: dict[str, StoredTensor] = {}
+    found = {key.replace(*BLOCKS): tensor for key, tensor in stored.items()}
+    for name, keys in expert_matrices(found).items():
+        rows = tuple(tuple(found[key] for key in row) for row in keys)
+        shapes = [matrix.shape for matrix in rows[0]]
+        equal = all([matrix.shape for matrix in row] == shapes for row in rows)
+        if not equal or len({size[1:] for size in shapes}) > 1:
+            continue  # `find_keys` says what is wrong with the folder
+        shape = (len(rows), sum(size[0] for size in shapes), *shapes[0][1:])
+        found[name] = replace(rows[0][0], shape=shape, experts=rows)
+        for key in itertools.chain.from_iterable(keys):
+            del found[key]
+    return found
+
+
+def expert_matrices(names: Iterable[str]) -> dict[str, list[list[str]]]:
+    """Returns name of a tensor with merged experts -> names of the matrices of each expert.
+
+    Only of those whose matrices are all among the names. See [Note: merged experts].
+    """
     layers = defaultdict[str, dict[str, dict[int, str]]](lambda: defaultdict(dict))
-    for key, tensor in stored.items():
-        name = key.replace(".block_sparse_moe.", ".mlp.")
-        found[name] = tensor
+    for name in names:
         if (match := _EXPERT.fullmatch(name)) is not None:
             layers[match[1]][match[3]][int(match[2])] = name
+    found: dict[str, list[list[str]]] = {}
     for layer, matrices in layers.items():
         for name, parts in _MERGED:
-            numbers = range(len(matrices[parts[0]]))
-            keys = [[matrices[part].get(number) for part in parts] for number in numbers]
-            rows = tuple(tuple(found[key] for key in row if key) for row in keys)
-            shapes = [matrix.shape for matrix in rows[0]] if rows else []
-            equal = all([matrix.shape for matrix in row] == shapes for row in rows)
-            if len(shapes) != len(parts) or not equal or len({size[1:] for size in shapes}) > 1:
-                continue  # `find_keys` says what is wrong with the folder
-            shape = (len(rows), sum(size[0] for size in shapes), *shapes[0][1:])
-            found[f"{layer}.{name}"] = replace(rows[0][0], shape=shape, experts=rows)
-            for key in itertools.chain.from_iterable(keys):
-                del found[str(key)]
+            numbers = sorted(matrices[parts[0]])
+            if numbers and all(
+                sorted(matrices[part]) == list(range(len(numbers))) for part in parts
+            ):
+                rows = [[matrices[part][number] for part in parts] for number in numbers]
+                found[f"{layer.replace(*BLOCKS)}.{name}"] = rows
     return found
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import (
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -236,30 +237,9 @@ class FolderCheckpoint(Checkpoint):
                 f"'{CHECKSUMS}'. Values would be looked for in wrong places. Take another "
                 "checkpoint."
             )
-        self.metadata = read_metadata(path)
+        metadata = read_metadata(path)
         try:
-            entries = self.metadata.state_dict_metadata
-            self.tensors = {
-                key: TensorEntry(tuple(entry.size), entry.properties.dtype)
-                for key, entry in entries.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            self.objects = {key: None for key in entries if key not in self.tensors}.keys()
-            # Only a planner that flattens writes the ways to its values.
-            ways = self.metadata.planner_data or {}
-            self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
-            if not all(isinstance(way[0], str) for way in self.paths.values()):
-                raise TypeError("a value has no name")
-            self._indices: dict[str, list[MetadataIndex]] = {key: [] for key in entries}
-            for index in self.metadata.storage_data:
-                self._indices.setdefault(index.fqn, []).append(index)
-            # By their offsets: torch's plan keeps their place in `chunks` as a hint only.
-            self._sizes: dict[tuple[str, Any], torch.Size] = {
-                (key, chunk.offsets): chunk.sizes
-                for key, entry in entries.items()
-                if isinstance(entry, TensorStorageMetadata)
-                for chunk in entry.chunks
-            }
+            self.tabulate(metadata)
             self.files: dict[str, int] = dict(checksums.get("files", {}))
             for info in self.metadata.storage_data.values():
                 end = info.offset + info.length
@@ -269,6 +249,32 @@ class FolderCheckpoint(Checkpoint):
             raise senseless_metadata(path, error) from error
         if self.problems and not incomplete:
             raise self._incomplete()
+
+    def tabulate(self, metadata: Metadata) -> None:
+        """Takes keys, shapes and pieces from metadata."""
+        self.metadata = metadata
+        entries = metadata.state_dict_metadata
+        self.tensors = {
+            key: TensorEntry(tuple(entry.size), entry.properties.dtype)
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.objects = {key: None for key in entries if key not in self.tensors}.keys()
+        # Only a planner that flattens writes the ways to its values.
+        ways = metadata.planner_data or {}
+        self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
+        if not all(isinstance(way[0], str) for way in self.paths.values()):
+            raise TypeError("a value has no name")
+        self._indices: dict[str, list[MetadataIndex]] = {key: [] for key in entries}
+        for index in metadata.storage_data:
+            self._indices.setdefault(index.fqn, []).append(index)
+        # By their offsets: torch's plan keeps their place in `chunks` as a hint only.
+        self._sizes: dict[tuple[str, Any], torch.Size] = {
+            (key, chunk.offsets): chunk.sizes
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks
+        }
 
     def indices(self, key: str) -> list[MetadataIndex]:
         """Returns where the pieces of a value are; an object has one.

@@ -14,11 +14,14 @@ from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 from composer.utils.dist import get_sampler
 from torch import distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_fsdp2 import FSDP2Monitor, full_tensor, install, summon_full_params
 from composer_fsdp2.errors import ConfigError, PlanError
-from tests.support.experts import EXPERTS, FAMILIES, STACKED
+from tests.support.experts import EXPERTS, FAMILIES, STACKED, renamed_experts
 from tests.support.models import VOCAB
 from tests.support.parity import TOLERANCE, assert_close, full
 from tests.support.training import largest_difference, trainer_for, weights
@@ -198,6 +201,64 @@ def test_checkpoints_of_another_layout(
         assert _difference(values, weights(loading.state.model)) == 0.0, other
         assert _difference(state, _state_as("sharded", loading)) == 0.0, other
         loading.fit(duration="1ep")
+
+
+def _in_other_form(path: Path, family: str, kind: str, dim: int) -> Path:
+    """Writes a file as the other transformers would, as a folder if `sharded`. Collective: yes."""
+    saved = torch.load(path, weights_only=False)
+    state = saved["state"]
+    state["model"] = renamed_experts(dict(state["model"]), family)
+    optimizer = state["optimizers"]["AdamW"]
+    keys = next(iter(optimizer["state"].values()))
+    by_key = {
+        key: renamed_experts({n: values[key] for n, values in optimizer["state"].items()}, family)
+        for key in keys
+    }
+    optimizer["state"] = {name: {key: by_key[key][name] for key in keys} for name in by_key["step"]}
+    (group,) = optimizer["param_groups"]
+    group["params"] = list(optimizer["state"])
+    target = path.parent / f"other-{kind}"
+    if kind == "full":
+        if dist.get_rank() == 0:
+            torch.save(saved, target)
+        dist.barrier()
+        return target
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for holder in (state["model"], *optimizer["state"].values()):
+        for name, value in holder.items():
+            if value.ndim:
+                placement = Shard(min(dim, value.ndim - 1))
+                holder[name] = distribute_tensor(value, mesh, [placement])
+    checkpoint.save(saved, checkpoint_id=target)
+    return target
+
+
+def _trained_on(path: Path, layout: dict[str, Any], family: str, **kwargs: Any) -> Any:
+    """State at the load and at the end of a run that goes on from a checkpoint."""
+    trainer = trainer_of(layout, family, load_path=str(path), **kwargs)
+    found = weights(trainer.state.model), _state_as("sharded", trainer)
+    trainer.fit(duration="1ep")
+    return *found, weights(trainer.state.model), _state_as("sharded", trainer)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize(
+    ("family", "layout", "dim"),
+    [("Mixtral", "FSDP 4", 0), ("Qwen3-MoE", "EP 2 x FSDP 2", 0), ("Mixtral", "EP 4", 1)],
+)
+def test_checkpoints_of_the_other_transformers(
+    family: str, layout: str, dim: int, kind: str, tmp_path: Path
+):
+    """transformers 4 has matrices of each expert, transformers 5 all of them in one tensor."""
+    install()
+    settings = _with_kind(LAYOUTS[layout], "full")
+    trainer_of(settings, family, save_folder=str(tmp_path), save_interval="1ep").fit()
+    (path,) = [one for one in tmp_path.iterdir() if not one.is_symlink()]
+    dist.barrier()
+    other = _in_other_form(path, family, kind, dim)
+    expected = _trained_on(path, settings, family)
+    found = _trained_on(other, settings, family)
+    assert [_difference(*pair) for pair in zip(expected, found, strict=True)] == [0.0] * 4
 
 
 def _with_kind(layout: dict[str, Any], kind: str) -> dict[str, Any]:

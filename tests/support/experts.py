@@ -141,3 +141,54 @@ def _rerouted(gate: Any, _args: object, output: Any) -> Any:
 
 def _by_token(chosen: list[int], tokens: int) -> torch.Tensor:
     return torch.tensor(chosen).repeat_interleave(tokens // len(chosen))
+
+
+# --- Checkpoints of the other transformers ---
+
+
+def renamed_experts(values: dict[str, Any], family: str) -> dict[str, Any]:
+    """Returns values by FQN as the other major version of transformers has them.
+
+    Args:
+        values: tensors of weights or moments, or values of which each expert has the same.
+        family: "Mixtral" or "Qwen3-MoE".
+    """
+    names = ("w1", "w3", "w2") if family == "Mixtral" else ("gate_proj", "up_proj", "down_proj")
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if ".mlp." not in name and ".block_sparse_moe." not in name:
+            found[name] = value
+            continue
+        layer, _, inside = name.replace(".block_sparse_moe.", ".mlp.").partition(".mlp.")
+        other = "block_sparse_moe" if STACKED and family == "Mixtral" else "mlp"
+        if ".experts." not in name:
+            found[f"{layer}.{other}.{inside}"] = value
+        elif STACKED:
+            found |= _matrices(f"{layer}.{other}.experts", name.rpartition(".")[2], value, names)
+        else:
+            block = name.partition(".experts.")[0]
+            matrices = [
+                [values[f"{block}.experts.{number}.{matrix}.weight"] for matrix in names]
+                for number in range(EXPERTS)
+            ]
+            rows = [torch.cat(expert[:2]) if expert[0].ndim else expert[0] for expert in matrices]
+            found[f"{layer}.{other}.experts.gate_up_proj"] = torch.stack(rows)
+            found[f"{layer}.{other}.experts.down_proj"] = torch.stack([m[2] for m in matrices])
+    for name, value in found.items():
+        if not STACKED and ".experts." in name and value.ndim == 1:
+            found[name] = value[0]  # one number of steps
+    return found
+
+
+def _matrices(
+    experts: str, stack: str, value: torch.Tensor, names: tuple[str, str, str]
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for number in range(EXPERTS):
+        parts = (value,) * 2
+        if value.ndim:
+            parts = (value[number],) if stack == "down_proj" else value[number].chunk(2)
+        chosen = names[2:] if stack == "down_proj" else names[:2]
+        for matrix, part in zip(chosen, parts, strict=False):
+            found[f"{experts}.{number}.{matrix}.weight"] = part.clone()
+    return found

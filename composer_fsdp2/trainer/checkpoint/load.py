@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages, vet_algorithms
+from composer_fsdp2.checkpoint.expert_names import ExpertNames, RenamedFolder
 from composer_fsdp2.checkpoint.load import STATE_SETTINGS, check_fit, check_groups, load_sharded
 from composer_fsdp2.checkpoint.muon_from_adamw import MuonFromAdamW
 from composer_fsdp2.checkpoint.source import (
@@ -118,7 +119,16 @@ def check_checkpoint(
         CheckpointError: names or shapes of the model differ, or it lacks what the run goes on with.
     """
     load = _Load(state, weights_only, strict, ignore)
-    load.saved = open_checkpoint(path)
+    saved = open_checkpoint(path)
+    names = ExpertNames(saved, _names_of(state.model))
+    if names and isinstance(saved, FolderCheckpoint):
+        saved = RenamedFolder(saved, names)
+    elif names and isinstance(saved, FileCheckpoint):
+        model = saved.values["state"]["model"].items()
+        # On meta, where tensors are put together without memory.
+        saved.values["state"]["model"] = names.renamed({k: v.to("meta") for k, v in model})
+        saved.refresh()
+    load.saved = saved
     target: StateDict = {"model": dict(state.model.state_dict())}
     if not weights_only:
         # Muon may take its state from another optimizer, once it has chosen its matrices.
@@ -301,14 +311,7 @@ class _ShardedLoad(_Load):
     def read(self, local: Path, remote: Any) -> StateDict:
         """Returns the run's own state, filled. Collective: yes."""
         reader: Any = remote or composers.FileSystemReaderWithValidation(str(local))
-        saved = on_all_ranks(
-            lambda: FolderCheckpoint(local, incomplete=remote is not None), as_checkpoint_error
-        )
-        self.saved = reader.checkpoint = saved
-        if remote is not None:
-            on_all_ranks(lambda: check_objects(saved, remote), as_checkpoint_error)
-        self.states = saved_states(saved, self.state.optimizers)
-        target = self.target_state()
+        saved, target = self._opened(local, remote, reader)
         state = target["state"]
         theirs = [keys[0] for keys in saved.under("state", "scaler").values() if keys]
         _rename_scaler(state, str(theirs[0]) if theirs else self.scaler)
@@ -321,7 +324,7 @@ class _ShardedLoad(_Load):
             # The list has one entry for each rank of this run, and a load asks for all of them.
             target["rng"] = target["rng"][:ranks]
         names, muon_state = on_all_ranks(lambda: self._settle(target), as_checkpoint_error)
-        groups = {name: _read_groups(saved, reader, name) for name in names}
+        groups = {name: self.experts.renamed(_read_groups(saved, reader, name)) for name in names}
 
         def compare() -> list[str]:
             self.check_groups(groups)
@@ -340,6 +343,8 @@ class _ShardedLoad(_Load):
             load_sharded({"state": {"algorithms": active}}, reader)
         self.averages = holds_averages(active)
         state = target["state"]
+        if "optimizers" in state:  # names in groups are those that were saved
+            state["optimizers"] = self.experts.renamed(state["optimizers"])
         _rename_scaler(state, self.scaler)
         if self.carried:
             saved_state = state["optimizers"][self.carried.source]["state"]
@@ -348,6 +353,22 @@ class _ShardedLoad(_Load):
         if spread:
             state["algorithms"] = list(state["algorithms"].items())
         return target
+
+    def _opened(self, local: Path, remote: Any, reader: Any) -> tuple[FolderCheckpoint, StateDict]:
+        """Returns the folder with the names of the run, and what the run loads. Collective: yes."""
+        saved = reader.checkpoint = on_all_ranks(
+            lambda: FolderCheckpoint(local, incomplete=remote is not None), as_checkpoint_error
+        )
+        if remote is not None:
+            on_all_ranks(lambda: check_objects(saved, remote), as_checkpoint_error)
+        self.experts = ExpertNames(saved, _names_of(self.state.model))
+        shown = RenamedFolder(saved, self.experts) if self.experts else saved
+        self.states = saved_states(shown, self.state.optimizers)
+        target = self.target_state()
+        if isinstance(shown, RenamedFolder):
+            shown.check_values_of_all(reader, target)
+        self.saved = reader.checkpoint = shown
+        return shown, target
 
     def _settle(self, target: StateDict) -> tuple[list[str], StateDict]:
         """Asks for the state under the checkpoint's names, where Muon takes it from another.
@@ -425,8 +446,13 @@ class _FullLoad(_Load):
         return received
 
     def _open(self, path: Path, share: tuple[int, int]) -> None:
-        self.saved = FileCheckpoint(path)
-        self.saved.check(share)
+        saved = self.saved = FileCheckpoint(path)
+        saved.check(share)
+        if self.weights_only:
+            saved.values.get("state", {}).pop("optimizers", None)
+        if experts := ExpertNames(saved, _names_of(self.state.model)):
+            saved.values = experts.renamed(saved.values, str(path))
+            saved.refresh()
 
     def _read(self, target: StateDict) -> StateDict:
         saved = self.saved
@@ -467,6 +493,12 @@ def _rename_scaler(state_dict: StateDict, name: str) -> None:
 
 def _optimizer_of(state: State, name: str) -> torch.optim.Optimizer:
     return next(o for o in state.optimizers if type(o).__qualname__ == name)
+
+
+def _names_of(model: nn.Module) -> set[str]:
+    """Returns FQNs of parameters and buffers."""
+    named = (model.named_parameters, model.named_buffers)
+    return {plain_name(name) for each in named for name, _ in each(remove_duplicate=False)}
 
 
 def _frozen_names(state: State) -> set[str]:
