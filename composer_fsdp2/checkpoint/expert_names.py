@@ -52,7 +52,7 @@ class ExpertNames:
 
     Args:
         saved: the checkpoint.
-        model: FQNs of parameters and buffers of the model.
+        model: FQNs of parameters and buffers of the model, in an order that all ranks have.
 
     Attributes:
         sources: FQN of the model -> where the checkpoint has its values; empty for one form.
@@ -60,21 +60,25 @@ class ExpertNames:
     """
 
     def __init__(self, saved: Checkpoint, model: Collection[str]) -> None:
-        theirs = {str(way[0]) for way in saved.under("state", "model").values() if way}
-        only_theirs, only_ours = theirs.difference(model), set(model) - theirs
-        self.sources: dict[str, _SavedParts] = {}
+        theirs = {str(way[0]): None for way in saved.under("state", "model").values() if way}
+        only_theirs = dict.fromkeys(fqn for fqn in theirs if fqn not in model)
+        only_ours = dict.fromkeys(fqn for fqn in model if fqn not in theirs)
+        found: dict[str, _SavedParts] = {}
         for stack, rows in expert_matrices(only_theirs).items():
             if stack in only_ours:
                 fqns = tuple(chain.from_iterable(rows))
-                self.sources[stack] = _SavedParts(fqns, len(rows[0]), len(fqns))
+                found[stack] = _SavedParts(fqns, len(rows[0]), len(fqns))
         for stack, rows in expert_matrices(only_ours).items():
             fqns = tuple(chain.from_iterable(rows)) if stack in only_theirs else ()
             for number, fqn in enumerate(fqns):
-                self.sources[fqn] = _SavedParts((stack,), len(rows[0]), len(fqns), number)
-        for old, new in (BLOCKS, BLOCKS[::-1]) if self.sources else ():
-            moved = {fqn: fqn.replace(new, old) for fqn in only_ours - self.sources.keys()}
-            found = {fqn: source for fqn, source in moved.items() if source in only_theirs}
-            self.sources |= {fqn: _SavedParts((source,)) for fqn, source in found.items()}
+                found[fqn] = _SavedParts((stack,), len(rows[0]), len(fqns), number)
+        for old, new in (BLOCKS, BLOCKS[::-1]) if found else ():
+            moved = {fqn: fqn.replace(new, old) for fqn in only_ours if fqn not in found}
+            found |= {
+                fqn: _SavedParts((name,)) for fqn, name in moved.items() if name in only_theirs
+            }
+        # Ranks distribute the tensors of a file in the order of its dictionaries.
+        self.sources = {fqn: found[fqn] for fqn in only_ours if fqn in found}
         self.fqns: defaultdict[str, list[str]] = defaultdict(list)
         for fqn, source in self.sources.items():
             for old in source.fqns:
@@ -139,7 +143,7 @@ def _joined(parts: Sequence[Any], source: _SavedParts, where: str) -> Any:
             for key in keys
         }
     shapes = {part.shape if isinstance(part, torch.Tensor) else None for part in parts}
-    shape = shapes.pop() if len(shapes) == 1 else None
+    shape: Any = shapes.pop() if len(shapes) == 1 else None
     if _is_stacked(shape, source):
         if source.number is None:
             return torch.cat(list(parts)).view(-1, source.per_expert * shape[0], shape[1])
@@ -244,7 +248,7 @@ class RenamedFolder(FolderCheckpoint):
         present = [old for old in keys if old is not None]
         entry = known[present[0]]
         shapes = {getattr(known[old], "size", None) for old in present}
-        shape = shapes.pop() if len(shapes) == 1 and len(present) == len(keys) else None
+        shape: Any = shapes.pop() if len(shapes) == 1 and len(present) == len(keys) else None
         if not _is_stacked(shape, source):
             if len(keys) > 1:
                 self.of_all[key] = list(keys)
@@ -256,7 +260,8 @@ class RenamedFolder(FolderCheckpoint):
         for number, old in enumerate(present):
             expert, matrix = divmod(source.number or number, source.per_expert)
             begin, end = matrix * rows, (matrix + 1) * rows
-            sizes_at = {chunk.offsets: chunk.sizes for chunk in known[old].chunks}
+            stored: Any = known[old]
+            sizes_at = {chunk.offsets: chunk.sizes for chunk in stored.chunks}
             for index in self._saved.indices(old):
                 start: Any = index.offset
                 sizes: Any = sizes_at[start]

@@ -241,10 +241,14 @@ def _trained_on(path: Path, layout: dict[str, Any], family: str, **kwargs: Any) 
     return *found, weights(trainer.state.model), _state_as("sharded", trainer)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize(
-    ("family", "layout", "dim"),
-    [("Mixtral", "FSDP 4", 0), ("Qwen3-MoE", "EP 2 x FSDP 2", 0), ("Mixtral", "EP 4", 1)],
+    ("family", "layout", "dim", "kind"),
+    [
+        ("Mixtral", "FSDP 4", 1, "sharded"),
+        ("Mixtral", "EP 4", 0, "full"),
+        ("Qwen3-MoE", "EP 2 x FSDP 2", 0, "sharded"),
+        ("Qwen3-MoE", "FSDP 4", 0, "full"),
+    ],
 )
 def test_checkpoints_of_the_other_transformers(
     family: str, layout: str, dim: int, kind: str, tmp_path: Path

@@ -62,9 +62,8 @@ differ by less than 1e-6 from those of the run that stayed.
 
 - Torch 2.7 cannot read the sharded checkpoints of torch 2.15. Convert them there, with
   `composer-fsdp2 checkpoint convert SRC DST --to full`.
-- [Experts](../recipes/experts.md) of transformers 4 have matrices of their own, and in 5 a layer has
-  one tensor with all of them. Either form loads into a run with the other. Nothing has to be
-  converted.
+- [Experts](../recipes/experts.md) of transformers 4 have matrices of their own. In 5 a layer has
+  one tensor with all of them. Either form loads into a run with the other; nothing is converted.
 - Matrices in a full checkpoint are put together in the memory of each rank that reads it. Convert a
   large one with `composer-fsdp2 checkpoint convert SRC DST --to sharded`, which needs no such
   memory.

@@ -495,10 +495,10 @@ def _optimizer_of(state: State, name: str) -> torch.optim.Optimizer:
     return next(o for o in state.optimizers if type(o).__qualname__ == name)
 
 
-def _names_of(model: nn.Module) -> set[str]:
-    """Returns FQNs of parameters and buffers."""
+def _names_of(model: nn.Module) -> dict[str, None]:
+    """Returns FQNs of parameters and buffers, in the order of the model."""
     named = (model.named_parameters, model.named_buffers)
-    return {plain_name(name) for each in named for name, _ in each(remove_duplicate=False)}
+    return {plain_name(name): None for each in named for name, _ in each(remove_duplicate=False)}
 
 
 def _frozen_names(state: State) -> set[str]:
