@@ -244,7 +244,7 @@ class RenamedFolder(FolderCheckpoint):
 
     def _entry(self, key: str, source: _SavedParts, keys: Sequence[str | None]) -> Any:
         """Notes where the pieces of a value are, and returns its metadata."""
-        known: Mapping[str, Any] = self._saved.metadata.state_dict_metadata
+        known: Any = self._saved.metadata.state_dict_metadata
         present = [old for old in keys if old is not None]
         entry = known[present[0]]
         shapes = {getattr(known[old], "size", None) for old in present}

@@ -152,7 +152,6 @@ _SINKS = "'model.layers.0.self_attn.sinks' lies in"
 _ATTENTION_WHOLE = {"degree": 2, "layer_plan": {"*.self_attn.*": "whole"}}
 _RECURRENT = "'model.layers.0.linear_attn.conv1d' (Conv1d) mixes positions"
 _TOWER = "'model.visual' may be left out by a rank (a tower)"
-_SEES_LATER = "'model.visual.blocks.0.attn' sees later tokens"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP": {"tensor_parallel": 2},
@@ -195,8 +194,8 @@ TABLE: dict[tuple[str, str], str] = {
     ("Gemma 4, experts", "ulysses"): "",
     ("Gemma 4, experts", "EP"): "",
     ("Qwen3-VL", "TP"): _TOWER,
-    ("Qwen3-VL", "gather_kv"): _SEES_LATER,
-    ("Qwen3-VL", "ulysses"): _SEES_LATER,
+    ("Qwen3-VL", "gather_kv"): "",
+    ("Qwen3-VL", "ulysses"): "",
     ("Qwen3-VL", "EP"): _NO_EXPERTS,
 }
 """family and layout -> words of the refusal, empty where it trains"""
