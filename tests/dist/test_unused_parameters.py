@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.errors import PlanError
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.torch_private.tensors import default_store
-from tests.support.experts import FAMILIES, Sparse, choose, force
+from tests.support.experts import EXPERTS, FAMILIES, STACKED, Sparse, choose, force
 from tests.support.models import WIDTH, Block, TinyComposer, TinyLM, batches
 from tests.support.parity import (
     OPTIMIZERS,
@@ -134,6 +135,26 @@ def test_experts_of_each_rank_are_others(family: str, ranks: int):
     units = units_of(train_routed(lambda: force(make()), one_by_one, "adamw"))
     assert not any(".experts" in name for name in units)
     assert any(name.endswith(("mlp", "block_sparse_moe")) for name in units)
+
+
+@pytest.mark.skipif(STACKED, reason="transformers has all experts of a block in one parameter")
+@pytest.mark.table("Qwen3-MoE", "DeepSeek-V3")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_single_experts_are_units_where_every_rank_calls_all(family: str):
+    make, expert = FAMILIES[family]
+    block = "DecoderLayer"
+    classes = [
+        *{type(m).__name__ for m in make().modules() if type(m).__name__.endswith(block)},
+        expert,
+    ]
+    config = {"wrap_policy": {"classes": classes}, "unused_parameters": False}
+    if family == "DeepSeek-V3":
+        with pytest.raises(PlanError, match="does not call an expert without a token"):
+            train_routed(lambda: force(make()), config, "sgd")
+        return
+    units = units_of(train_routed(lambda: force(make()), config, "sgd"))
+    assert sum(".experts." in name for name in units) == 2 * EXPERTS
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -57,6 +57,8 @@ class ExpertParallel(Parallelism["ExpertPlan"]):
         """Returns the lists of experts."""
         spec = facts.settings.expert_parallel
         if spec is None or spec.degree == 1:
+            if facts.settings.unused_parameters is False:
+                _refuse_skipped_units(facts)
             return None
         # Imported on demand: see [Note: dividing].
         from composer_fsdp2.parallel.expert.plan import plan_experts
@@ -117,6 +119,26 @@ class ExpertParallel(Parallelism["ExpertPlan"]):
             block.experts = local_experts = Experts(experts, ranks, calls_all=router.calls_all)
             router.connect(block, local_experts)
         return _AppliedExperts()
+
+
+def _refuse_skipped_units(facts: ModelFacts) -> None:
+    """Refuses single experts as units in a block that is known to skip those without a token.
+
+    Raises:
+        PlanError: ranks would wait for a unit that one of them does not call.
+    """
+    from composer_fsdp2.parallel.expert.routers import known_router
+
+    modules = dict(facts.tree.modules())
+    for unit in facts.units.units:
+        block, _, rest = unit.module.partition(".experts.")
+        router = known_router(modules[block]) if rest and block in modules else None
+        if router is not None and not router.calls_all:
+            raise PlanError(
+                f"'{unit.module}' is a unit, and {type(modules[block]).__name__} does not call an "
+                "expert without a token. The other ranks would wait for it. Write `ep: {degree: N}`"
+                ", or take the class of experts out of wrap_policy."
+            )
 
 
 class _AppliedExperts(AppliedParallelism):

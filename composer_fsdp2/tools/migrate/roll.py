@@ -37,6 +37,8 @@ from composer_fsdp2.tools.migrate.shared_rows import (
 __all__ = ["ROLL"]
 
 _OFF = (False, None)
+_BLOCKS, _EXPERTS = "wrap_policy.transformer_layer_cls_to_wrap", "wrap_policy.moe_experts"
+"""keys that name the classes of blocks and of single experts"""
 
 
 def _dtype(value: Any) -> Any:
@@ -102,21 +104,21 @@ _ROWS = (
     Row("offload_policy", NOT_NEEDED, "false is what FSDP2 does", _OFF),
     Row("offload_policy", CONVERTED, "called cpu_offload", (True,), {"cpu_offload": True}),
     Row(
-        "wrap_policy.transformer_layer_cls_to_wrap",
+        _BLOCKS,
         RENAMED,
         "`wrap_policy.classes`",
         is_names,
         wrap_classes,
     ),
     Row(
-        "wrap_policy.transformer_layer_cls_to_wrap",
+        _BLOCKS,
         NOT_NEEDED,
         "the model's own blocks",
         (None, []),
     ),
     Row("wrap_policy.min_num_params", NOT_NEEDED, "ROLL reads no size"),
     Row(
-        "wrap_policy.moe_experts",
+        _EXPERTS,
         NOT_NEEDED,
         "ROLL wraps single experts only with apply_expert_patch; they belong to their layer's unit",
     ),
@@ -142,13 +144,7 @@ _ROWS = (
         {"wrap_policy": {"lm_head": True}},
     ),
     Row("apply_expert_patch", NOT_NEEDED, "off is what is done here", _OFF),
-    Row(
-        "apply_expert_patch",
-        UNSUPPORTED,
-        "experts without a token on a rank are not run there, so single experts cannot be units; "
-        "whole layers are, which takes more memory while one is gathered",
-        options=("=false",),
-    ),
+    Row("apply_expert_patch", NOT_NEEDED, "no class of experts is named", (True,)),
     *expert_rows("ep_size"),
     Row("efsdp_size", NOT_NEEDED, "all ranks with the same experts shard them between them"),
     Row("moe_use_grouped_mm", NOT_NEEDED, "off is what is done here", _OFF),
@@ -210,7 +206,30 @@ def _site(data: Mapping[str, Any], path: Path) -> Site | None:
     return Site(path, {"strategy_config": ""}) if is_fsdp and is_block else None
 
 
+def _finish_experts(context: Context) -> None:
+    """Makes single experts units, where the file names their class beside that of blocks."""
+    patch, experts = (context.entries.get(key) for key in ("apply_expert_patch", _EXPERTS))
+    blocks = context.entries.get(_BLOCKS)
+    if patch is None or patch.value is not True or experts is None or not experts.value:
+        return
+    if any("expert_parallel" in entry.becomes for entry in context.entries.values()):
+        patch.become(NOT_NEEDED, "ranks hold experts between them")
+        return
+    if blocks is None or not blocks.becomes:
+        patch.become(UNSUPPORTED, f"needs the classes of blocks too, in {_BLOCKS}")
+        return
+    classes = [wrap_classes(e.value)["wrap_policy"]["classes"] for e in (blocks, experts)]
+    blocks.becomes = {"wrap_policy": {"classes": [*dict.fromkeys(classes[0] + classes[1])]}}
+    experts.become(RENAMED, "among `wrap_policy.classes`")
+    reason = (
+        "each expert is a unit, which every rank has to call in every step: Mixtral, Qwen3-MoE and "
+        "OLMoE of transformers 4 do; for others take the class of experts out, or write `ep`"
+    )
+    patch.become(CONVERTED, reason, unused_parameters=False)
+
+
 def _finish(context: Context) -> None:
+    _finish_experts(context)
     tiled, shards = context.entries.get("apply_tiled_mlp"), context.value("tiled_num_shards")
     if tiled is not None and tiled.becomes and shards is not None:
         tiled.become(RENAMED, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards})

@@ -215,7 +215,7 @@ STRATEGY = [
     ("wrap_policy.wrap_lm_output", False, NOT, {}),
     ("wrap_policy.wrap_lm_output", True, R, {"wrap_policy": {"lm_head": True}}),
     ("apply_expert_patch", False, NOT, {}),
-    ("apply_expert_patch", True, UN, {}),
+    ("apply_expert_patch", True, NOT, {}),
     ("ep_size", 1, NOT, {}),
     ("ep_size", 4, C, {"expert_parallel": {"degree": 4}}),
     ("efsdp_size", 4, NOT, {}),
@@ -839,3 +839,11 @@ def test_no_key_is_missing(data):
     report = migrate(dump(data))
     assert missing(data, report) == []
     check_stable(report)
+
+
+def test_single_experts_of_roll_are_units_beside_their_blocks():
+    policy = {"transformer_layer_cls_to_wrap": ["Layer"], "moe_experts": ["Expert"]}
+    strategy = {"apply_expert_patch": True, "wrap_policy": policy}
+    report = migrate_data({"a": {"strategy_config": strategy}})
+    assert settings_of(report)["wrap_policy"] == {"classes": ["Layer", "Expert"]}
+    assert settings_of(report)["unused_parameters"] is False
