@@ -70,6 +70,9 @@ differ by less than 1e-6 from those of the run that stayed.
 - In 5 the experts of a layer share one `step` of AdamW. A checkpoint in which they differ is
   refused, because an expert without tokens was not called in some steps (DeepSeek-V3). Start from
   its weights with `load_weights_only: true`.
+- Tokens have to be the same. Transformers 5 builds a tokenizer of a named class, such as
+  `LlamaTokenizerFast`, as that class says, and 4 as `tokenizer.json` says. The two differ where the
+  file was changed. Compare `tokenizer("a sentence").input_ids` on both before you move.
 """
 
 FIVE_ROWS = (
