@@ -247,14 +247,24 @@ def allocated(layout: Layout, rank: int) -> int:
 
     Collective: yes. Nothing of `estimate/` has a part in it.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+
+    def make() -> Callable[[], None]:
         torch.manual_seed(0)
         model = layout.build()
         optimizer, work = layout.optimizer(model), work_of(layout, rank)
         run = work.prepare(model, optimizer)
+        return lambda: step(run, optimizer, work.batch(), work.compute)
+
+    return most_allocated(make)[1]
+
+
+def most_allocated(make: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], int]:
+    """Makes a step and calls it twice; returns it, with the peak of the second time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        again = make()
         for name in ("first step", "second step"):
             with record_function(name):
-                step(run, optimizer, work.batch(), work.compute)
+                again()
     events: Any = recorded.profiler.kineto_results.events()
     start = min(event.start_ns() for event in events if event.name() == "second step")
     now, peak = 0, 0
@@ -262,7 +272,7 @@ def allocated(layout: Layout, rank: int) -> int:
     for time, change in sorted(changes, key=lambda pair: pair[0]):
         now += change
         peak = max(peak, now) if time >= start else peak
-    return peak
+    return again, peak
 
 
 def allocated_on_gpu(layout: Layout) -> int:
