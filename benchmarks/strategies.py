@@ -123,7 +123,9 @@ def measure(expected: Mapping[str, Mapping[str, Any]]) -> None:
                 "ranks": world,
                 "settings": settings_of(strategy, world) if kind == "FSDP2" else {},
                 "wire_bytes": int(counter.traffic.wire),
-                "gathered_bytes": counter.traffic.gathered,
+                "sent_bytes": sum(
+                    getattr(counter.traffic, name) for name in ("gathered", "reduced", "averaged")
+                ),
                 "peak_bytes": peak,
                 "seconds": median,
                 **shapes.spread(seconds),
