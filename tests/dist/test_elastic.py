@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, ForkServerProcess
 from pathlib import Path
@@ -29,6 +30,7 @@ from composer.core import State
 from torch import distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import elastic_launch
+from torch.utils.data import DataLoader
 
 from composer_fsdp2 import installed
 from composer_fsdp2.trainer.start import warn_of_shared_store
@@ -36,6 +38,7 @@ from tests.support.faults_table import record
 from tests.support.limits import scaled
 from tests.support.models import TinyComposer
 from tests.support.pool import start_server
+from tests.support.shards import free_numbers
 from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
 
 STEPS, EVERY, GLOBAL_BATCH = 8, 2, 8
@@ -222,6 +225,74 @@ def test_another_number_of_ranks(before: int, after: int, ranks: Any, tmp_path: 
     shutil.rmtree(folder / "ep0-ba5")  # Composer saves at the end, which a killed run does not
     assert ranks(after, train, folder) == [4] * after
     assert difference(folder, whole) <= 1e-6
+
+
+@pytest.mark.fault(
+    "restart with another number of ranks, in MosaicML Streaming's order", "survived"
+)
+def test_another_number_of_ranks_reads_the_same_batches(ranks: Any, tmp_path: Path):
+    """Of shuffled shards, across the end of an epoch of 8 batches."""
+    shards, folder, undisturbed = (tmp_path / name for name in ("mds", "run", "undisturbed"))
+    write_shards(shards)
+    (found, *_) = ranks(4, train_streamed, folder, shards, f"{KILLED_AT}ba")
+    resumed = ranks(2, train_streamed, folder, shards, "12ba")
+    (expected, *_) = ranks(2, train_streamed, undisturbed, shards, "12ba")
+    assert [at for at, _ in resumed] == [KILLED_AT] * 2
+    assert found[1] + resumed[0][1] == expected[1]
+    assert difference(folder, undisturbed) <= 1e-6
+    # Each epoch has an order of its own, which depends on the number of canonical nodes.
+    first, second = expected[1][:STEPS], expected[1][STEPS:]
+    rows = torch.cat(samples_of(STEPS, GLOBAL_BATCH).tensors, dim=1).tolist()
+    assert sorted(chain.from_iterable(first)) == sorted(rows)
+    assert first[:4] != second
+    (other, *_) = ranks(2, train_streamed, tmp_path / "other", shards, "1ba", 1)
+    assert other[1] != first[:1]
+
+
+Row = list[int]
+
+
+def write_shards(folder: Path) -> None:
+    """Writes the samples of an epoch as eight MDS shards."""
+    streaming = pytest.importorskip("streaming", reason="needs the extra foundry")
+    columns = dict.fromkeys(("ids", "targets"), "ndarray:int64")
+    with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=900) as writer:
+        for ids, targets in samples_of(STEPS, GLOBAL_BATCH):
+            writer.write({"ids": ids.numpy(), "targets": targets.numpy()})
+    assert len(list(folder.glob("*.mds"))) > 4
+
+
+def train_streamed(
+    folder: Path, shards: Path, duration: str, canonical_nodes: int = 2
+) -> tuple[int, list[list[Row]]]:
+    """Trains on shuffled shards.
+
+    Returns:
+        The batch it resumed at, and the rows of each global batch in the order of their values.
+    """
+    from streaming import StreamingDataset
+
+    if dist.get_rank() == 0:
+        free_numbers()
+    dist.barrier()
+    batch = GLOBAL_BATCH // dist.get_world_size()
+    dataset = StreamingDataset(
+        local=str(shards), shuffle=True, batch_size=batch, num_canonical_nodes=canonical_nodes
+    )
+    loader = DataLoader(dataset, batch, collate_fn=collate)
+    rows: list[list[Row]] = []
+
+    def note(state: State) -> None:
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, torch.cat(list(state.batch), dim=1).tolist())
+        rows.append(sorted(chain.from_iterable(shares)))
+
+    return train(folder, note, train_dataloader=loader, max_duration=duration), rows
+
+
+def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, ...]:
+    """Copies arrays that cannot be written to."""
+    return tuple(torch.stack([torch.tensor(s[k]) for s in samples]) for k in ("ids", "targets"))
 
 
 # --- A node without a network. ---
