@@ -51,7 +51,7 @@ def parity(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train OLD and NEW for some steps, and compare loss and gradient norm.
+    """Train OLD and NEW for some steps, and compare loss, gradient norm, speed and memory.
 
     OLD is a training run of LLM Foundry with FSDP1, NEW the same with `parallelism_config.fsdp2`,
     as `composer-fsdp2 migrate OLD -o NEW` writes it. Both train from the same seed on the same
@@ -61,9 +61,13 @@ def parity(
 
     - `composer-fsdp2 parity old.yaml new.yaml --steps 50 -n 4 --out parity model.n_layers=2`
 
-    The exit code is 0 within the tolerance, 1 beyond it or when a run fails, 2 for a mistake.
+    Speed leaves out the first three steps: take more than the default for it. Memory is the most
+    that each rank has held: of torch's allocator on a GPU, of the whole process on a CPU.
+
+    The exit code is 0 within the tolerance, whatever the speed; 1 beyond it or when a run fails;
+    2 for a mistake.
     """
-    from composer_fsdp2.tools.parity import RunComparison, tolerance_for
+    from composer_fsdp2.tools.parity import RunComparison, read_peaks, tolerance_for
 
     with reported():
         jobs, notes, ranks = _prepare(
@@ -89,13 +93,15 @@ def parity(
             say(f"[yellow]{escape(note)}[/]")
         first, second = (_train(job, folder / job.name, ranks, steps) for job in jobs)
         _check_steps(first, second, steps)
-        comparison = RunComparison(first, second, limit)
+        old_peaks, new_peaks = (read_peaks(folder / job.name / "memory.json") for job in jobs)
+        comparison = RunComparison(first, second, limit, (old_peaks, new_peaks))
         written = _write(comparison, folder, jobs)
         if as_json:
             document = {**comparison.as_dict(), "notes": notes, "files": written}
             typer.echo(json.dumps(document, indent=2, allow_nan=False))
         else:
-            lines = ["", *comparison.table(), "", *comparison.verdict(source)]
+            lines = ["", *comparison.table(), "", *comparison.performance(), ""]
+            lines += comparison.verdict(source)
             typer.echo("\n".join(lines))
             say("\n" + "\n".join(f"{kind:8} {escape(path)}" for kind, path in written.items()))
         raise typer.Exit(ExitCode.OK if comparison.within else ExitCode.FAILED)
@@ -163,7 +169,8 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
 
     place.mkdir(exist_ok=True)
     record = place / "steps.jsonl"
-    record.unlink(missing_ok=True)
+    for file in (record, place / "memory.json"):
+        file.unlink(missing_ok=True)
     job.shorten(NAME, {"file": str(record.resolve()), "steps": steps})
     OmegaConf.save(job.config, place / "run.yaml")
     command = [*launch.own_program(), "train", str(place / "run.yaml")]

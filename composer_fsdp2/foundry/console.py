@@ -9,16 +9,16 @@ step, so there it becomes lines at the interval.
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from composer.core import State, Time, Timestamp, TimeUnit
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from tqdm import tqdm
+
+from composer_fsdp2.trainer.extensions.step_record import peak_memory
 
 __all__ = ["NAME", "LineConsole", "one_line_console"]
 
@@ -125,11 +125,7 @@ class LineConsole(LoggerDestination):
         mfu = next((self._metrics[name] for name in _MFU if name in self._metrics), None)
         if mfu is not None:
             parts.append(f"MFU {float(mfu):.1%}")
-        # The most that this rank has held, of its GPU or of CPU memory.
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if state.device.name == "gpu":
-            memory = torch.cuda.max_memory_allocated()
-        parts.append(f"memory {memory / 1e9:.1f} GB")
+        parts.append(f"memory {peak_memory(state) / 1e9:.1f} GB")
         if before is not started and now.done > started.done:
             rate = (now.done - started.done) / (now.seconds - started.seconds)
             parts.append(f"{tqdm.format_interval((1 - now.done) / rate)} left")

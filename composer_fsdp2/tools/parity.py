@@ -13,8 +13,9 @@ import copy
 import csv
 import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,28 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.text import size_text
 
 __all__ = [
     "QUANTITIES",
     "SHORT",
     "TOLERANCES",
+    "WARM_UP",
     "WRITERS",
     "Job",
     "RunComparison",
+    "Speed",
     "Step",
     "check_room",
     "check_same",
     "differences",
     "overrides_for",
     "plan_jobs",
+    "read_peaks",
     "read_steps",
     "relative_difference",
     "tolerance_for",
+    "warmed_up",
 ]
 
 # --- Two configurations: are they of one job, and what is changed to compare them? ---
@@ -317,7 +323,8 @@ TOLERANCES: Mapping[str, float] = {
 """largest relative difference by precision"""
 
 _ROWS, _EDGE = 40, 3
-_PARTS = ("old", "new", "relative_difference")
+_RUNS = ("old", "new")
+_PARTS = (*_RUNS, "relative_difference")
 """of a quantity in a step, as JSON and CSV name them"""
 
 
@@ -329,6 +336,40 @@ class Step:
     loss: float
     gradient_norm: float
     """before clipping"""
+    seconds: float = math.nan
+    """from the end of the step before, the gradient norm included; NaN where nobody measured"""
+    tokens: int = 0
+
+
+WARM_UP = 3
+"""first steps that speed leaves out, where there are more"""
+
+
+def warmed_up(steps: Sequence[Step]) -> Sequence[Step]:
+    """Returns the steps after the warm-up; of a shorter run, the last one."""
+    return steps[min(WARM_UP, len(steps) - 1) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a run is after its warm-up."""
+
+    lower_quartile: float
+    median: float
+    upper_quartile: float
+    tokens_per_second: float
+    """of all ranks"""
+
+    @staticmethod
+    def of(steps: Sequence[Step]) -> Speed:
+        """Measures steps after the warm-up."""
+        timed = warmed_up(steps)
+        seconds = [step.seconds for step in timed]
+        quartiles = seconds * 3
+        if len(seconds) > 1:
+            quartiles = statistics.quantiles(seconds, n=4, method="inclusive")
+        tokens = sum(step.tokens for step in timed) / sum(seconds)
+        return Speed(*quartiles, tokens_per_second=tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,11 +380,13 @@ class RunComparison:
         old: steps of the old configuration, at least one.
         new: steps of the new one, as many and with the same numbers.
         tolerance: largest relative difference that passes.
+        peak_bytes: most memory that each rank of the old run has held, and of the new run.
     """
 
     old: tuple[Step, ...]
     new: tuple[Step, ...]
     tolerance: float
+    peak_bytes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def values(self, quantity: str) -> list[tuple[float, float, float]]:
         """Returns the old value, the new one and their relative difference of each step."""
@@ -382,6 +425,31 @@ class RunComparison:
             lines.append(f"{len(lines) - 2} of {count} steps are shown.")
         return lines
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether both runs measured their steps."""
+        return all(step.seconds > 0 for step in (*self.old, *self.new))  # NaN is not
+
+    def performance(self) -> list[str]:
+        """Returns lines about speed and memory of both runs, and new divided by old.
+
+        Neither counts for `within`.
+        """
+        old, new = Speed.of(self.old), Speed.of(self.new)
+        skipped = len(self.old) - len(warmed_up(self.old))
+        rows = [("", "old", "new", "new / old")]
+        for name in ("median", "lower_quartile", "upper_quartile"):
+            values = [getattr(speed, name) for speed in (old, new)]
+            title = f"seconds a step, {name.replace('_', ' ')}"
+            rows.append((title, *(f"{value:.4g}" for value in values), _ratio(*values)))
+        rates = (old.tokens_per_second, new.tokens_per_second)
+        rows.append(("tokens a second", *(f"{rate:,.0f}" for rate in rates), _ratio(*rates)))
+        for rank, peaks in enumerate(zip(*self.peak_bytes, strict=True)):
+            title = f"peak memory, rank {rank}"
+            rows.append((title, *(size_text(peak) for peak in peaks), _ratio(*peaks)))
+        lines = [f"{row[0]:34}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows]
+        return [f"Speed after {skipped} of {len(self.old)} steps, and memory:", *lines]
+
     def verdict(self, source: str) -> list[str]:
         """Returns sentences about the largest differences.
 
@@ -413,6 +481,14 @@ class RunComparison:
         for quantity in QUANTITIES:
             for step, values in zip(steps, self.values(quantity), strict=True):
                 step[quantity] = dict(zip(_PARTS, map(_plain, values), strict=True))
+        for step, *pair in zip(steps, self.old, self.new, strict=True):
+            step["seconds"] = {
+                name: _plain(run.seconds) for name, run in zip(_RUNS, pair, strict=True)
+            }
+        speeds = {
+            name: {key: _plain(value) for key, value in asdict(Speed.of(run)).items()}
+            for name, run in zip(_RUNS, (self.old, self.new), strict=True)
+        }
         return {
             "tolerance": self.tolerance,
             "within": self.within,
@@ -420,6 +496,9 @@ class RunComparison:
                 quantity: {"relative_difference": _plain(value), "step": step}
                 for quantity, (value, step) in largest.items()
             },
+            "warm_up_steps": len(self.old) - len(warmed_up(self.old)),
+            "speed": speeds,
+            "peak_bytes": dict(zip(_RUNS, map(list, self.peak_bytes), strict=True)),
             "steps": steps,
         }
 
@@ -466,6 +545,15 @@ def read_steps(file: Path) -> tuple[Step, ...]:
         return ()
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
     return tuple(Step(**json.loads(line)) for line in lines)
+
+
+def read_peaks(file: Path) -> tuple[int, ...]:
+    """Reads the peak memory of each rank; empty where the run did not come to its end."""
+    return tuple(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else ()
+
+
+def _ratio(old: float, new: float) -> str:
+    return f"{new / old:.3f}" if old else "-"
 
 
 def _plain(value: float) -> float | str:

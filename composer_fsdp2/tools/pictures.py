@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.patterns import outer_names
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.tools.parity import QUANTITIES, RunComparison
+from composer_fsdp2.tools.parity import QUANTITIES, RunComparison, warmed_up
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -363,6 +363,8 @@ def comparison_picture(
 ) -> Figure:
     """Draws both curves of each quantity, and below them how far they are apart.
 
+    Runs that were timed have seconds a step beside that, and the peak memory of each rank below.
+
     Collective: no. Needs matplotlib.
 
     Args:
@@ -374,9 +376,14 @@ def comparison_picture(
     from matplotlib.figure import Figure
 
     with own_style():
-        figure = Figure(figsize=(2.5 + 4.5 * len(quantities), 5.5), layout="constrained")
+        columns = len(quantities) + comparison.is_timed
+        figure = Figure(figsize=(2.5 + 4.5 * columns, 5.5), layout="constrained")
         figure.suptitle(title)
-        axes = figure.subplots(2, len(quantities), sharex=True, height_ratios=(2, 1), squeeze=False)
+        curves: Any = figure
+        if comparison.is_timed:
+            curves, beside = figure.subfigures(1, 2, width_ratios=(len(quantities), 1))
+            _draw_performance(beside, comparison, names)
+        axes = curves.subplots(2, len(quantities), sharex=True, height_ratios=(2, 1), squeeze=False)
         numbers = [step.number for step in comparison.old]
         for (above, below), quantity in zip(axes.T, quantities, strict=True):
             # The new run is drawn over the old one, so the line below is wide.
@@ -402,6 +409,25 @@ def comparison_picture(
             )
             below.yaxis.set_major_formatter("{x:.0e}")
     return figure
+
+
+def _draw_performance(figure: Any, comparison: RunComparison, names: tuple[str, str]) -> None:
+    """Draws seconds of each step after the warm-up, and bars of the peak memory of each rank."""
+    above, below = figure.subplots(2, 1, height_ratios=(2, 1))
+    runs = zip(
+        (comparison.old, comparison.new), comparison.peak_bytes, names, (-0.2, 0.2), strict=True
+    )
+    for (steps, peaks, name, offset), color in zip(runs, ("orange", "blue"), strict=True):
+        timed = [(step.number, step.seconds) for step in warmed_up(steps)]
+        above.plot(*zip(*timed, strict=True), label=name, lw=1.6, color=COLORS[color])
+        places = [rank + offset for rank in range(len(peaks))]
+        below.bar(places, [peak / 1024**3 for peak in peaks], width=0.4, color=COLORS[color])
+    above.set(ylabel="seconds a step", xlabel="step")
+    above.set_ylim(bottom=0)
+    above.legend()
+    below.set(
+        ylabel="peak memory\nin GiB", xlabel="rank", xticks=range(len(comparison.peak_bytes[0]))
+    )
 
 
 # --- Files. ---

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from composer import Trainer
 from composer.algorithms import GradientClipping
+from composer.core import DataSpec
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
@@ -25,6 +28,7 @@ from tests.support.parity import OPTIMIZERS
 from tests.support.training import (
     built,
     largest_difference,
+    loader_of,
     samples_of,
     train_alone,
     trainer_for,
@@ -40,7 +44,9 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def run(sharding: Any, *algorithms: Any, microbatch: int = 4) -> tuple[TinyComposer, Trainer]:
+def run(
+    sharding: Any, *algorithms: Any, microbatch: int = 4, **kwargs: Any
+) -> tuple[TinyComposer, Trainer]:
     model = built(TinyComposer)
     with installed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,6 +57,7 @@ def run(sharding: Any, *algorithms: Any, microbatch: int = 4) -> tuple[TinyCompo
             parallelism_config=sharding,
             algorithms=list(algorithms),
             device_train_microbatch_size=microbatch,
+            **kwargs,
         )
         trainer.fit()
         trainer.close()
@@ -101,6 +108,32 @@ def test_training_ends_after_the_steps_asked_for(tmp_path: Path):
     dist.barrier()
     assert [row["number"] for row in rows(tmp_path / "steps")] == [1, 2]
     assert trainer.state.timestamp.batch == 2
+
+
+@pytest.mark.world_size(2)
+def test_time_tokens_and_the_peak_memory_of_each_rank(tmp_path: Path):
+    samples = samples_of(STEPS, SIZE)
+    loader = DataSpec(loader_of(samples, SIZE // 2), get_num_tokens_in_batch=lambda b: b[0].numel())
+    before = resident_set()
+    begun = time.monotonic()
+    run({"fsdp2": {}}, Recorder(str(tmp_path / "steps"), STEPS), train_dataloader=loader)
+    took = time.monotonic() - begun
+    dist.barrier()
+    after = resident_set()
+    found = rows(tmp_path / "steps")
+    assert [row["tokens"] for row in found] == [samples.tensors[0][:SIZE].numel()] * STEPS
+    assert min(row["seconds"] for row in found) > 0
+    assert sum(row["seconds"] for row in found) < took + 1  # by rank 0's clock
+    peaks = json.loads((tmp_path / "memory.json").read_text())
+    mine = peaks[dist.get_rank()]
+    assert len(peaks) == 2
+    assert before <= mine <= after
+
+
+def resident_set() -> int:
+    """The most that this process has held, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 def backward(model: nn.Module) -> None:

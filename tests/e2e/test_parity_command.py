@@ -66,6 +66,17 @@ def test_an_fsdp1_run_and_its_migration_agree(agreed, folder):
     assert len({row["loss_old"] for row in rows}) == STEPS
 
 
+def test_speed_and_memory_are_compared(agreed, folder):
+    lines = agreed.stdout.splitlines()
+    assert f"Speed after 3 of {STEPS} steps, and memory:" in lines
+    peaks = [line for line in lines if line.startswith("peak memory, rank")]
+    assert len(peaks) == 2
+    (tokens,) = (line.split() for line in lines if line.startswith("tokens a second"))
+    assert min(int(number.replace(",", "")) for number in tokens[3:5]) > 0
+    for kind in KINDS:
+        assert len(json.loads((folder / "same" / kind / "memory.json").read_text())) == 2
+
+
 def test_the_picture_is_written(agreed, folder):
     assert (folder / "same" / "parity.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,8 +1,9 @@
-"""Records loss and gradient norm of every step of a run, without changing it."""
+"""Records loss, gradient norm, time and memory of every step of a run, without changing it."""
 
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from composer_fsdp2.optim import norms
 
-__all__ = ["NAME", "Recorder", "recorded_norm"]
+__all__ = ["NAME", "Recorder", "peak_memory", "recorded_norm"]
 
 NAME = "composer_fsdp2_recorder"
 """in LLM Foundry's registry of algorithms"""
@@ -22,6 +23,8 @@ NAME = "composer_fsdp2_recorder"
 
 class Recorder(Algorithm):
     """Writes one JSON line per step on rank 0, and ends the training after a number of steps.
+
+    After the last step rank 0 writes the peak memory of each rank beside it, in `memory.json`.
 
     An algorithm and not a callback: at the event before the optimizer steps, where gradients are
     complete and unscaled, Composer runs all algorithms before the callbacks, and gradient clipping
@@ -37,27 +40,52 @@ class Recorder(Algorithm):
         self.file = Path(file)
         self.left = steps
         self.norm = float("nan")
+        self.tokens = 0
 
     def match(self, event: Event, state: State) -> bool:
-        """Before the optimizer steps, and when the loss of all ranks is known."""
-        return event in (Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+        """Before the optimizer steps, when the loss of all ranks is known, and at both ends."""
+        events = (Event.FIT_START, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.FIT_END)
+        return event in events
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Collective: yes, under FSDP."""
+        """Collective: yes, under FSDP, and after the last step."""
+        tokens, before = state.timestamp.token.value, self.tokens
         if event == Event.AFTER_TRAIN_BATCH:
             self.norm = recorded_norm(state.model)
+            return
+        self.tokens = tokens
+        if event == Event.FIT_START:
+            return
+        if event == Event.FIT_END:
+            # Not in each step, whose time it would be a part of.
+            peaks = composer_dist.all_gather_object(peak_memory(state))
+            if composer_dist.get_global_rank() == 0:
+                self.file.with_name("memory.json").write_text(json.dumps(peaks), encoding="utf-8")
             return
         if composer_dist.get_global_rank() == 0:
             line = {
                 "number": state.timestamp.batch.value,
                 "loss": state.total_loss_dict["loss/train/total"],
                 "gradient_norm": self.norm,
+                "seconds": state.timestamp.batch_wct.total_seconds(),
+                "tokens": tokens - before,
             }
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         self.left -= 1
         if self.left <= 0:
             state.stop_training()
+
+
+def peak_memory(state: State) -> int:
+    """Returns the most bytes that this rank has held so far.
+
+    On a GPU by torch's allocator; elsewhere the resident set of the process, which holds imported
+    code and the model before it was sharded too.
+    """
+    if state.device.name == "gpu":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def recorded_norm(model: nn.Module) -> float:

@@ -22,11 +22,13 @@ from composer_fsdp2.tools.parity import (
     WRITERS,
     Job,
     RunComparison,
+    Speed,
     Step,
     check_same,
     differences,
     overrides_for,
     plan_jobs,
+    read_peaks,
     read_steps,
     relative_difference,
     tolerance_for,
@@ -140,7 +142,75 @@ def test_steps_are_read_as_far_as_they_are_written(tmp_path):
     assert len(read_steps(file)) == 1
 
 
+def timed(*seconds: float) -> tuple[Step, ...]:
+    """Steps of 60 tokens."""
+    return tuple(Step(number, 1.0, 1.0, s, 60) for number, s in enumerate(seconds, start=1))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((90.0, 9.0, 9.0, 1.0, 5.0, 3.0, 2.0, 4.0), (2.0, 3.0, 4.0, 300 / 15)),
+        ((90.0, 9.0, 9.0, 2.0), (2.0, 2.0, 2.0, 30.0)),
+        ((90.0, 9.0, 3.0), (3.0, 3.0, 3.0, 20.0)),
+        ((6.0,), (6.0, 6.0, 6.0, 10.0)),
+    ],
+)
+def test_speed_after_the_warm_up_or_of_the_last_step(seconds, expected):
+    assert Speed.of(timed(*seconds)) == Speed(*expected)
+
+
+def test_peaks_of_a_run_that_wrote_none(tmp_path):
+    assert read_peaks(tmp_path / "memory.json") == ()
+    (tmp_path / "memory.json").write_text("[5, 7]")
+    assert read_peaks(tmp_path / "memory.json") == (5, 7)
+
+
 # --- Text, JSON, CSV, picture. ---
+
+
+PEAKS = ((4 * 1024**3, 3 * 1024**3), (2 * 1024**3, 3 * 1024**3))
+MEASURED = RunComparison(timed(9, 9, 9, 2, 4, 6), timed(9, 9, 9, 1, 2, 3), 1e-5, PEAKS)
+
+
+def test_speed_and_memory_as_text():
+    head, _, *rows = MEASURED.performance()
+    assert head == "Speed after 3 of 6 steps, and memory:"
+    assert [row.split() for row in rows] == [
+        ["seconds", "a", "step,", "median", "4", "2", "0.500"],
+        ["seconds", "a", "step,", "lower", "quartile", "3", "1.5", "0.500"],
+        ["seconds", "a", "step,", "upper", "quartile", "5", "2.5", "0.500"],
+        ["tokens", "a", "second", "15", "30", "2.000"],
+        ["peak", "memory,", "rank", "0", "4", "GiB", "2", "GiB", "0.500"],
+        ["peak", "memory,", "rank", "1", "3", "GiB", "3", "GiB", "1.000"],
+    ]
+    assert max(map(len, rows)) <= 100
+
+
+def test_speed_and_memory_as_json():
+    found = MEASURED.as_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["within"] is True
+    assert found["warm_up_steps"] == 3
+    assert found["speed"]["new"] == {
+        "lower_quartile": 1.5,
+        "median": 2,
+        "upper_quartile": 2.5,
+        "tokens_per_second": 30,
+    }
+    assert found["peak_bytes"] == {"old": list(PEAKS[0]), "new": list(PEAKS[1])}
+    assert found["steps"][3]["seconds"] == {"old": 2, "new": 1}
+
+
+def test_speed_and_memory_in_the_picture():
+    pytest.importorskip("matplotlib", reason="needs the extra foundry")
+    names = ("old: DDP", "new: FSDP2")
+    above, below, *_ = comparison_picture(MEASURED, names).get_axes()
+    curves = [list(line.get_ydata()) for line in above.lines]
+    assert curves == [[2, 4, 6], [1, 2, 3]]
+    assert [bar.get_height() for bar in below.patches] == [4, 3, 2, 3]
+    plain = compared([(1.0, 2.0)], [(1.0, 2.0)])
+    assert len(comparison_picture(plain, names).get_axes()) == 4
 
 
 def test_the_table_fits_in_100_columns_and_marks_what_is_beyond():
@@ -182,6 +252,7 @@ def test_json_has_no_value_that_json_lacks():
         "step": 1,
         "loss": {"old": 1.0, "new": 1.0, "relative_difference": 0.0},
         "gradient_norm": expected,
+        "seconds": {"old": "nan", "new": "nan"},
     }
 
 
