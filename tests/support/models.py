@@ -9,6 +9,7 @@ from composer.models import ComposerModel
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
+from transformers.modeling_outputs import CausalLMOutput
 
 VOCAB = 17
 WIDTH = 10
@@ -155,3 +156,79 @@ def llama_config(tied: bool = True, **changes: Any) -> LlamaConfig:
     """Two layers; `changes` are other arguments of the configuration."""
     own = {"max_position_embeddings": 16, "tie_word_embeddings": tied}
     return LlamaConfig(**{**SIZES, **own, **changes})
+
+
+class HybridLayer(nn.Module):
+    """Attention and a state-space scan side by side, as Hymba has them.
+
+    Every second layer reads keys and values of the one before.
+    """
+
+    def __init__(self, has_keys: bool, heads: int = 2, states: int = 3) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key_value = nn.Linear(WIDTH, 2 * WIDTH, bias=False) if has_keys else None
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
+        self.select = nn.Linear(WIDTH, WIDTH + 2 * states)
+        self.decay = nn.Parameter(torch.arange(1.0, states + 1).log().repeat(WIDTH, 1))
+        self.skip = nn.Parameter(torch.ones(WIDTH))
+        self.scales = nn.Parameter(torch.tensor([0.9, 1.1]))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, earlier: tuple[torch.Tensor, ...] | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        normed = self.norm(x)
+        shared = earlier
+        if self.key_value is not None:
+            shared = tuple(map(self._split, self.key_value(normed).chunk(2, dim=-1)))
+        assert shared is not None
+        attended = F.scaled_dot_product_attention(
+            self._split(self.query(normed)), *shared, is_causal=True
+        )
+        both = self.scales[0] * attended.transpose(1, 2).flatten(2) + self.scales[1] * self._scan(
+            normed
+        )
+        return x + self.out(both), shared
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def _scan(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.silu(self.conv(x.mT)[..., : x.shape[1]].mT)
+        states = self.decay.shape[1]
+        step, enter, leave = self.select(x).split([WIDTH, states, states], dim=-1)
+        step = F.softplus(step)[..., None]
+        kept = torch.exp(-step * self.decay.exp())
+        entering = step * enter[:, :, None] * x[..., None]
+        state, found = torch.zeros_like(kept[:, 0]), list[torch.Tensor]()
+        for position in range(x.shape[1]):
+            state = kept[:, position] * state + entering[:, position]
+            found.append((state * leave[:, position, None]).sum(-1))
+        return torch.stack(found, dim=1) + self.skip * x
+
+
+class HybridLM(nn.Module):
+    """Hymba's kind: meta tokens are a parameter of the root, and the head is the embedding."""
+
+    def __init__(self, vocab: int, layers: int = 4, meta: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, WIDTH)
+        self.meta = nn.Parameter(torch.randn(meta, WIDTH))
+        self.layers = nn.ModuleList(HybridLayer(number % 2 == 0) for number in range(layers))
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, HybridLayer)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = torch.cat([self.meta.expand(len(input_ids), -1, -1), self.embed(input_ids)], dim=1)
+        shared = None
+        for layer in self.layers:
+            x, shared = layer(x, shared)
+        logits = self.head(x[:, len(self.meta) :])
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
