@@ -437,7 +437,7 @@ class RunComparison:
         """
         old, new = Speed.of(self.old), Speed.of(self.new)
         skipped = len(self.old) - len(warmed_up(self.old))
-        rows = [("", "old", "new", "new / old")]
+        rows: list[tuple[str, ...]] = [("", *_RUNS, "new / old")]
         for name in ("median", "lower_quartile", "upper_quartile"):
             values = [getattr(speed, name) for speed in (old, new)]
             title = f"seconds a step, {name.replace('_', ' ')}"

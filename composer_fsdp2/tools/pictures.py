@@ -381,8 +381,9 @@ def comparison_picture(
         figure.suptitle(title)
         curves: Any = figure
         if comparison.is_timed:
-            curves, beside = figure.subfigures(1, 2, width_ratios=(len(quantities), 1))
-            _draw_performance(beside, comparison, names)
+            parts: Any = figure.subfigures(1, 2, width_ratios=(len(quantities), 1))
+            curves = parts[0]
+            _draw_performance(parts[1], comparison, names)
         axes = curves.subplots(2, len(quantities), sharex=True, height_ratios=(2, 1), squeeze=False)
         numbers = [step.number for step in comparison.old]
         for (above, below), quantity in zip(axes.T, quantities, strict=True):
