@@ -89,9 +89,6 @@ class CountTraffic(TorchDispatchMode):
     def _count(self, name: str, args: Any, result: Any) -> None:
         if name == "_allgather_base_":
             self.traffic.gather(_nbytes(args[0]), args[0].numel() // args[1].numel())
-        elif name == "allgather_":  # FSDP1 on CPUs
-            for parts in args[0]:
-                self.traffic.gather(sum(map(_nbytes, parts)), len(parts))
         elif name == "_reduce_scatter_base_":
             self.traffic.scatter(_nbytes(args[1]), args[1].numel() // args[0].numel())
         elif name == "allreduce_":

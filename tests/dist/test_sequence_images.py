@@ -199,11 +199,18 @@ def check(name: str, config: dict[str, Any], *, frozen: str = "") -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings(*IGNORED)
-@pytest.mark.table("Qwen2-VL-gather_kv", "LLaVA-ulysses", "Qwen3-VL-gather_kv")
+@pytest.mark.table("Qwen2-VL-gather_kv", "LLaVA-ulysses")
 @pytest.mark.parametrize("method", ["gather_kv", "ulysses"])
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_like_one_process(name: str, method: str):
     check(name, {"sequence_parallel": {"degree": 2, "method": method}})
+
+
+@pytest.mark.skipif(not _IS_NEW, reason="transformers has no Qwen3VLConfig")
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings(*IGNORED)
+def test_features_of_images_in_each_layer_lie_at_their_positions():
+    check("Qwen3-VL", {"sequence_parallel": 2})
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {

@@ -447,7 +447,7 @@ def check(report, dialect, key, status, becomes, default):
     "reshard_after_forward-5-converted-becomes11",
     "state_dict_type-LOCAL_STATE_DICT-needs a decision-becomes23",
     "cpu_ram_efficient_loading-True-no longer needed-becomes28",
-    "limit_all_gathers-True-no longer needed-becomes36",
+    "limit_all_gathers-True-no longer needed-becomes38",
 )
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), BLOCK)
 def test_block_of_accelerate_and_of_training_arguments(key, value, status, becomes):
