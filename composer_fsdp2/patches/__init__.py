@@ -114,7 +114,7 @@ def uninstall() -> None:
 
 
 def installed() -> AbstractContextManager[None]:
-    """Installs the patch rows for the duration of a block.
+    """Installs the patch rows while a block runs.
 
     Collective: no.
 

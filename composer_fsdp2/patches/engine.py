@@ -218,7 +218,7 @@ def _restore(targets: Set[str]) -> None:
 
 @contextlib.contextmanager
 def rows_installed(rows: Sequence[PatchPoint]) -> Generator[None]:
-    """Installs rows for the duration of a block."""
+    """Installs rows while a block runs."""
     before, off = set(_originals), set(_off)
     install_rows(rows)
     try:

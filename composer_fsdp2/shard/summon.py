@@ -115,7 +115,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Generator[None, None, None]:
-    """Replaces shards by full parameters for the duration of a block, as FSDP1's method does.
+    """Replaces shards by full parameters while a block runs, as FSDP1's method does.
 
     Collective: yes, all ranks enter and leave together. Any time but inside a forward or backward;
     a module without FSDP2 is left as it is. The values are those the optimizer steps, in their own

@@ -53,7 +53,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> Generator[None]:
-    """Frees all parameters after a forward, or none, for the duration of a block.
+    """Frees all parameters after a forward, or none, while a block runs.
 
     Collective: no. To be entered between steps; afterwards all parameters are shards again.
 

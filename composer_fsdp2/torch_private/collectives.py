@@ -149,7 +149,7 @@ def _functions() -> dict[str, tuple[Any, str]]:
 
 @contextlib.contextmanager
 def around_collectives(around: Callable[[Collective], Any]) -> Generator[None]:
-    """Calls `around` instead of every collective, for the duration of a block.
+    """Calls `around` instead of every collective, while a block runs.
 
     Collective: no. `around` gets the call and makes it, in whichever thread that is. Others may
     replace the same functions inside of the block.

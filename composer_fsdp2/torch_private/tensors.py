@@ -235,7 +235,7 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def without_fsdp_hooks_after_load(module: nn.Module) -> Generator[None]:
-    """Keeps FSDP2 from looking for shards after `load_state_dict`, for the duration of a block."""
+    """Keeps FSDP2 from looking for shards after `load_state_dict`, while a block runs."""
     hooks = module._load_state_dict_post_hooks
     module._load_state_dict_post_hooks = OrderedDict(
         (key, hook)

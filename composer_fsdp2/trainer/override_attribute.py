@@ -11,7 +11,7 @@ __all__ = ["override_attribute"]
 
 @contextmanager
 def override_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
-    """Gives one object an attribute of its own for the duration of a block."""
+    """Gives one object an attribute of its own while a block runs."""
     before = dict(vars(owner))
     setattr(owner, name, value)
     try:

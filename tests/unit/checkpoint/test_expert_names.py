@@ -1,4 +1,4 @@
-"""Experts under the names of a model: to and fro, and what cannot be shown."""
+"""Experts under the names of a model: both ways, and values that cannot be shown."""
 
 from __future__ import annotations
 
