@@ -230,6 +230,8 @@ def _finish_experts(context: Context) -> None:
 
 def _finish(context: Context) -> None:
     _finish_experts(context)
+    if context.value("async_save_ckpt") is None:
+        context.add("ROLL saves beside training unless a file says otherwise", async_save=True)
     tiled, shards = context.entries.get("apply_tiled_mlp"), context.value("tiled_num_shards")
     if tiled is not None and tiled.becomes and shards is not None:
         tiled.become(RENAMED, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards})

@@ -502,7 +502,7 @@ def test_roll(key, value, status, becomes):
     if given:
         assert entry.settings == {"mixed_precision": default | given}
         becomes = entry.settings
-    both = {"mixed_precision": default | given}
+    both = {"mixed_precision": default | given, "async_save": True}
     check(report, ROLL, entry.key, status, becomes, both)
 
 
