@@ -115,7 +115,7 @@ def with_state_space() -> nn.Module:
 
 
 def with_sinks() -> nn.Module:
-    model: Any = llama()
+    model: Any = llama(attn_implementation="eager")
     for layer in model.model.layers:
         layer.self_attn.sinks = nn.Parameter(torch.zeros(8))
     return model
