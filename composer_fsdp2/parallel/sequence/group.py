@@ -29,7 +29,7 @@ from composer_fsdp2.parallel.sequence.attention import attend, gather_sequence, 
 from composer_fsdp2.parallel.sequence.kinds import (
     calls_loss_function,
     connect_composer_model,
-    ignores_padding,
+    next_word_loss,
 )
 from composer_fsdp2.parallel.sequence.masks import (
     AttentionCall,
@@ -126,7 +126,7 @@ class SequenceGroup(SameBatchGroup):
         if decoder is not None:
             self._decoder_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
             self._special = _special_tokens(model)
-            self._loss_ignores_padding = ignores_padding(model)
+            self._loss_ignores_padding = bool(next_word_loss(model))
         self._divides = self._begins = False
         self._is_idle = self._is_inside = self._is_tried = self._has_told = False
 

@@ -24,10 +24,9 @@ __all__ = [
     "MPT",
     "AttentionKind",
     "calls_loss_function",
-    "computes_next_word_loss",
     "connect_composer_model",
-    "ignores_padding",
     "kind_of",
+    "next_word_loss",
     "own_loss",
 ]
 
@@ -119,21 +118,22 @@ def calls_loss_function(model: nn.Module) -> bool:
     return "loss_function" in _names_in_forward(model)
 
 
-def computes_next_word_loss(model: nn.Module) -> bool:
-    """Whether a model takes the cross entropy of shifted labels in its forward.
+_LOSSES = {
+    "Qwen2VLForConditionalGeneration": False,
+    "Qwen2_5_VLForConditionalGeneration": False,
+    "LlavaForConditionalGeneration": True,
+}
+"""classes of transformers 4.51 whose forward takes the cross entropy of shifted labels -> whether
+labels under a mask of zero are left out"""
 
-    Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/qwen2_vl/modeling_qwen2_vl.py
-    """
-    code = inspect.unwrap(type(model).forward).__code__
-    return "CrossEntropyLoss" in code.co_names and "shift_labels" in code.co_varnames
 
-
-def ignores_padding(model: nn.Module) -> bool:
-    """Whether the loss in a model's forward leaves out labels under a mask of zero.
+def next_word_loss(model: nn.Module) -> bool | None:
+    """Returns whether a loss in the model's forward leaves padding out; `None` if it is not known.
 
     Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/llava/modeling_llava.py#L450
     """
-    return "shift_attention_mask" in inspect.unwrap(type(model).forward).__code__.co_varnames
+    kind = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    return _LOSSES.get(kind.__name__) if kind.__module__.startswith("transformers.") else None
 
 
 def _config_of(module: Any) -> Any:

@@ -23,8 +23,8 @@ from composer_fsdp2.parallel.sequence.kinds import (
     MPT,
     AttentionKind,
     calls_loss_function,
-    computes_next_word_loss,
     kind_of,
+    next_word_loss,
     own_loss,
 )
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
@@ -250,7 +250,7 @@ def _unknown_model(model: nn.Module, decoder: nn.Module, *, has_own_loss: bool) 
     model_name = type(model).__name__
     if "position_ids" not in _parameters_of(decoder):
         yield f"{model_name} takes no position_ids, so it would count from each rank's first"
-    if has_own_loss and (decoder is model or not computes_next_word_loss(model)):
+    if has_own_loss and (decoder is model or next_word_loss(model) is None):
         if not calls_loss_function(model):
             yield f"{model_name} computes its loss by itself"
         # Transformers gives causal models this loss, and others one that takes no shifted labels.
