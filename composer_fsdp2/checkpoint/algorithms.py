@@ -49,11 +49,11 @@ def vet_algorithms_of(source: Checkpoint) -> None:
         state = source.values.get("state")
         vet_algorithms(state if isinstance(state, Mapping) else {})
         return
-    for key, way in source.under("state", "algorithms").items():
-        if way == ():
+    for key, path in source.under("state", "algorithms").items():
+        if path == ():
             vet_algorithms({"algorithms": source.object(key)})
-        elif way[1:] == ("repr",):
-            vet_algorithms({"algorithms": [(str(way[0]), {"repr": source.object(key)})]})
+        elif path[1:] == ("repr",):
+            vet_algorithms({"algorithms": [(str(path[0]), {"repr": source.object(key)})]})
 
 
 def descriptions(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -112,15 +112,15 @@ def take_trained_weights(values: dict[str, Any]) -> None:
         CheckpointError: it holds no averages, or not the weights they are of.
     """
     state = values.get("state", {})
-    found = [ema for ema in _states_of_ema(state.get("algorithms")) if ema[ACTIVE] is True]
-    if not found or "ema_model" not in found[0]:
+    emas = [ema for ema in _states_of_ema(state.get("algorithms")) if ema[ACTIVE] is True]
+    if not emas or "ema_model" not in emas[0]:
         raise CheckpointError(
             "The checkpoint holds no averages of EMA in the place of its weights. There are no "
             "other weights to take. Leave --weights trained out."
         )
     trained = {
         _plain(name): tensor
-        for part in found[0]["ema_model"].values()
+        for part in emas[0]["ema_model"].values()
         for name, tensor in part.items()
     }
     model: dict[str, Any] = state["model"]
@@ -136,8 +136,12 @@ def take_trained_weights(values: dict[str, Any]) -> None:
     state["model"] = {name: replaced.get(id(old), old) for name, old in model.items()}
     saved = state["algorithms"]
     pairs = saved.items() if isinstance(saved, Mapping) else enumerate(saved)
-    kept = {name: algorithm for name, algorithm in pairs if not holds_averages(algorithm)}
-    state["algorithms"] = kept if isinstance(saved, Mapping) else list(kept.values())
+    without_averages = {
+        name: algorithm for name, algorithm in pairs if not holds_averages(algorithm)
+    }
+    state["algorithms"] = (
+        without_averages if isinstance(saved, Mapping) else list(without_averages.values())
+    )
 
 
 def _plain(name: str) -> str:

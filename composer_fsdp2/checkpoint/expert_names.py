@@ -60,25 +60,25 @@ class ExpertNames:
     """
 
     def __init__(self, saved: Checkpoint, model: Collection[str]) -> None:
-        theirs = {str(way[0]): None for way in saved.under("state", "model").values() if way}
+        theirs = {str(path[0]): None for path in saved.under("state", "model").values() if path}
         only_theirs = dict.fromkeys(fqn for fqn in theirs if fqn not in model)
         only_ours = dict.fromkeys(fqn for fqn in model if fqn not in theirs)
-        found: dict[str, _SavedParts] = {}
+        sources: dict[str, _SavedParts] = {}
         for stack, rows in expert_matrices(only_theirs).items():
             if stack in only_ours:
                 fqns = tuple(chain.from_iterable(rows))
-                found[stack] = _SavedParts(fqns, len(rows[0]), len(fqns))
+                sources[stack] = _SavedParts(fqns, len(rows[0]), len(fqns))
         for stack, rows in expert_matrices(only_ours).items():
             fqns = tuple(chain.from_iterable(rows)) if stack in only_theirs else ()
             for number, fqn in enumerate(fqns):
-                found[fqn] = _SavedParts((stack,), len(rows[0]), len(fqns), number)
-        for old, new in (BLOCKS, BLOCKS[::-1]) if found else ():
-            moved = {fqn: fqn.replace(new, old) for fqn in only_ours if fqn not in found}
-            found |= {
+                sources[fqn] = _SavedParts((stack,), len(rows[0]), len(fqns), number)
+        for old, new in (BLOCKS, BLOCKS[::-1]) if sources else ():
+            moved = {fqn: fqn.replace(new, old) for fqn in only_ours if fqn not in sources}
+            sources |= {
                 fqn: _SavedParts((name,)) for fqn, name in moved.items() if name in only_theirs
             }
         # Ranks distribute the tensors of a file in the order of its dictionaries.
-        self.sources = {fqn: found[fqn] for fqn in only_ours if fqn in found}
+        self.sources = {fqn: sources[fqn] for fqn in only_ours if fqn in sources}
         self.fqns: defaultdict[str, list[str]] = defaultdict(list)
         for fqn, source in self.sources.items():
             for old in source.fqns:
@@ -104,26 +104,26 @@ class ExpertNames:
             return [self.renamed(item, where) for item in values]
         if not isinstance(values, dict):
             return values
-        found = {
+        joined = {
             key: self.renamed(item, f"{where}/{key}")
             for key, item in values.items()
             if key not in self.fqns
         }
-        for fqn, source in self.sources.items() if len(found) < len(values) else ():
+        for fqn, source in self.sources.items() if len(joined) < len(values) else ():
             parts = [values.get(old) for old in source.fqns]
             if any(part is not None for part in parts):
-                found[fqn] = _joined(parts, source, f"{where}/{fqn}")
-        return found
+                joined[fqn] = _joined(parts, source, f"{where}/{fqn}")
+        return joined
 
     def keys(self, saved: Checkpoint) -> Iterator[tuple[Way, _SavedParts, list[str | None]]]:
         """Yields the way to each value in the model's form, and keys that it is made of."""
         keys: defaultdict[str, dict[tuple[Way, Way], str]] = defaultdict(dict)
-        for key, way in saved.paths.items():
-            at = next((i for i, part in enumerate(way) if part in self.fqns), None)
+        for key, path in saved.paths.items():
+            at = next((i for i, part in enumerate(path) if part in self.fqns), None)
             if at is None:
-                yield way, _SavedParts((key,)), [key]
+                yield path, _SavedParts((key,)), [key]
             else:
-                keys[str(way[at])][way[:at], way[at + 1 :]] = key
+                keys[str(path[at])][path[:at], path[at + 1 :]] = key
         for fqn, source in self.sources.items():
             for around in dict.fromkeys(chain.from_iterable(keys[old] for old in source.fqns)):
                 yield (
@@ -193,45 +193,48 @@ class RenamedFolder(FolderCheckpoint):
         self._saved = saved
         self._origins: dict[MetadataIndex, tuple[MetadataIndex, Any]] = {}
         self._last: tuple[MetadataIndex, Any] | None = None
-        entries, ways = {}, {}
-        for way, source, keys in names.keys(saved):
-            key = ".".join(map(str, way))
-            ways[key], entries[key] = way, self._entry(key, source, keys)
+        entries, paths = {}, {}
+        for path, source, keys in names.keys(saved):
+            key = ".".join(map(str, path))
+            paths[key], entries[key] = path, self._entry(key, source, keys)
         stored = saved.metadata.storage_data
-        places = {index: stored[origin] for index, (origin, _) in self._origins.items()}
+        storage = {index: stored[origin] for index, (origin, _) in self._origins.items()}
         self.tabulate(
             replace(
-                saved.metadata, state_dict_metadata=entries, planner_data=ways, storage_data=places
+                saved.metadata,
+                state_dict_metadata=entries,
+                planner_data=paths,
+                storage_data=storage,
             )
         )
 
-    def check_values_of_all(self, reader: StorageReader, wanted: Mapping[str, Any]) -> None:
+    def check_values_of_all(self, reader: StorageReader, state: Mapping[str, Any]) -> None:
         """Refuses values of experts that differ where the run has one.
 
         Collective: yes, over the default group.
 
         Args:
             reader: of the folder with its own names.
-            wanted: state dict of the run.
+            state: state dict of the run.
 
         Raises:
             CheckpointError: on every rank; see [Note: values of all experts].
         """
-        flat, _ = flatten(wanted)
-        asked = {key: saved for key, saved in self.of_all.items() if key in flat}
-        if not asked:
+        flat, _ = flatten(state)
+        compared = {key: saved for key, saved in self.of_all.items() if key in flat}
+        if not compared:
             return
         tensors = self._saved.tensors
-        keys = {key for saved in asked.values() for key in saved if key is not None}
+        keys = {key for saved in compared.values() for key in saved if key is not None}
         empty = {
             key: torch.empty(tensors[key].shape, dtype=tensors[key].dtype)
             for key in keys & tensors.keys()
         }
         values = nest((self._saved.paths[key], empty.get(key)) for key in sorted(keys))
         load_sharded(values, reader)
-        found, _ = flatten(values)
-        for key, saved in asked.items():
-            _check_equal(key, [found.get(each or "") for each in saved])
+        saved_values, _ = flatten(values)
+        for key, saved in compared.items():
+            _check_equal(key, [saved_values.get(each or "") for each in saved])
 
     def piece(self, index: MetadataIndex, file: Any = None) -> Any:
         """Returns an object or a piece, cut out of what the folder has. See `FolderCheckpoint`."""
@@ -244,23 +247,23 @@ class RenamedFolder(FolderCheckpoint):
 
     def _entry(self, key: str, source: _SavedParts, keys: Sequence[str | None]) -> Any:
         """Notes where the pieces of a value are, and returns its metadata."""
-        known: Any = self._saved.metadata.state_dict_metadata
+        saved_entries: Any = self._saved.metadata.state_dict_metadata
         present = [old for old in keys if old is not None]
-        entry = known[present[0]]
-        shapes = {getattr(known[old], "size", None) for old in present}
+        first_entry = saved_entries[present[0]]
+        shapes = {getattr(saved_entries[old], "size", None) for old in present}
         shape: Any = shapes.pop() if len(shapes) == 1 and len(present) == len(keys) else None
         if not _is_stacked(shape, source):
             if len(keys) > 1:
                 self.of_all[key] = list(keys)
             for index in self._saved.indices(present[0]):
                 self._origins[replace(index, fqn=key)] = index, None
-            return entry
+            return first_entry
         rows = shape[-2] // (1 if source.number is None else source.per_expert)
         chunks: list[ChunkStorageMetadata] = []
         for number, old in enumerate(present):
             expert, matrix = divmod(source.number or number, source.per_expert)
             begin, end = matrix * rows, (matrix + 1) * rows
-            stored: Any = known[old]
+            stored: Any = saved_entries[old]
             sizes_at = {chunk.offsets: chunk.sizes for chunk in stored.chunks}
             for index in self._saved.indices(old):
                 start: Any = index.offset
@@ -279,5 +282,5 @@ class RenamedFolder(FolderCheckpoint):
                     self._origins[MetadataIndex(key, torch.Size(offsets))] = index, box
         if source.number is None:
             stack = (len(keys) // source.per_expert, source.per_expert * rows, shape[1])
-            return replace(entry, size=torch.Size(stack), chunks=chunks)
-        return replace(entry, size=torch.Size((rows, shape[2])), chunks=chunks)
+            return replace(first_entry, size=torch.Size(stack), chunks=chunks)
+        return replace(first_entry, size=torch.Size((rows, shape[2])), chunks=chunks)

@@ -54,7 +54,7 @@ _OPTIONAL = (
 
 def check_fit(
     saved: Checkpoint,
-    wanted: Mapping[str, Any],
+    target: Mapping[str, Any],
     *,
     strict: bool = True,
     ignored: Sequence[str] = (),
@@ -65,7 +65,7 @@ def check_fit(
 
     Args:
         saved: the checkpoint.
-        wanted: key -> value of the run, flattened, without the keys that are not to be loaded.
+        target: key -> value of the run, flattened, without the keys that are not to be loaded.
         strict: whether the model's names must be the same. If not, differences of its names are
             returned; differences of shape never are.
         ignored: globs over ways joined by `/`, of what the user does not want from the checkpoint.
@@ -80,7 +80,7 @@ def check_fit(
     missing: list[str] = []
     unexpected: list[str] = []
     shapes: list[str] = []
-    for key, value in wanted.items():
+    for key, value in target.items():
         parts = key.split(".")
         # Before torch 2.4, an object could contain the value.
         holders = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
@@ -93,7 +93,7 @@ def check_fit(
             # Of a callback, algorithm or scheduler that the saved run had not.
             part = ".".join(parts[:3])
             is_new = part.startswith(_PARTS) and not any(
-                f"{known}.".startswith(f"{part}.") for known in saved.paths
+                f"{path}.".startswith(f"{part}.") for path in saved.paths
             )
             optional = (
                 is_new
@@ -101,13 +101,13 @@ def check_fit(
                 or (not strict and key.startswith(_MODEL))
             )
             (left_out if optional else missing).append(key)
-    present = {key.split(".")[1] for key in wanted if key.startswith(("state.model", "state.opt"))}
+    present = {key.split(".")[1] for key in target if key.startswith(("state.model", "state.opt"))}
     for key in saved.tensors:
         learned = key.startswith(_MODEL) or (key.startswith(_OPTIMIZERS) and ".state." in key)
-        if not learned or key in wanted or key.split(".")[1] not in present:
+        if not learned or key in target or key.split(".")[1] not in present:
             continue
-        way = saved.paths[key]
-        starts = ["/".join(map(str, way[:n])) for n in range(1, len(way) + 1)]
+        path = saved.paths[key]
+        starts = ["/".join(map(str, path[:n])) for n in range(1, len(path) + 1)]
         if not any(fnmatch.fnmatchcase(start, glob) for start in starts for glob in ignored):
             loose = not strict and key.startswith(_MODEL)
             (left_out if loose else unexpected).append(key)
@@ -188,27 +188,29 @@ def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) ->
     Raises:
         CheckpointError: a piece is damaged, could execute code, or has not the promised shape.
     """
-    wanted: dict[MetadataIndex, list[ReadItem]] = {}
+    items_of: dict[MetadataIndex, list[ReadItem]] = {}
     for item in plan.items:
-        wanted.setdefault(item.storage_index, []).append(item)
-    places = saved.metadata.storage_data
+        items_of.setdefault(item.storage_index, []).append(item)
+    storage = saved.metadata.storage_data
     # Pieces that lie behind each other are read one after the other.
-    order = sorted(wanted, key=lambda index: (places[index].relative_path, places[index].offset))
-    total = sum(places[index].length for index in wanted)
+    order = sorted(
+        items_of, key=lambda index: (storage[index].relative_path, storage[index].offset)
+    )
+    total = sum(storage[index].length for index in items_of)
     with counting_bytes(f"Loading {saved.path.name}", total) as advance:
         for index in order:
             if index.fqn in saved.tensors:
                 piece = saved.piece(index)
-                for item in wanted[index]:
+                for item in items_of[index]:
                     _copy_part(saved, item, piece, planner)
             else:
                 file = saved.checked(index)
                 saved.piece(index, file)
-                for item in wanted[index]:
+                for item in items_of[index]:
                     # The bytes execute nothing, so the planner may load them its own way.
                     file.seek(0)
                     planner.load_bytes(item, file)
-            advance(places[index].length)
+            advance(storage[index].length)
 
 
 def _copy_part(

@@ -45,7 +45,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        found = unpickle(path)
+        metadata = unpickle(path)
     except CheckpointError:
         raise
     except OSError as error:
@@ -54,22 +54,25 @@ def read_metadata(folder: Path) -> Metadata:
         # Newer torch adds properties of tensors at the end, and older torch cannot unpack them.
         newer = isinstance(error, ValueError) and "too many values to unpack" in str(error)
         raise (newer_torch(path, error) if newer else damaged(str(path), error)) from None
-    if not isinstance(found, Metadata):
+    if not isinstance(metadata, Metadata):
         raise CheckpointError(
-            f"'{path}' holds a {type(found).__name__}, not the metadata of a checkpoint. Nothing "
-            "can be found without it. Give the folder that torch.distributed.checkpoint wrote."
+            f"'{path}' holds a {type(metadata).__name__}, not the metadata of a checkpoint. "
+            "Nothing can be found without it. Give the folder that torch.distributed.checkpoint "
+            "wrote."
         )
     try:
-        for key, entry in found.state_dict_metadata.items():
+        for key, tensor_entry in metadata.state_dict_metadata.items():
             key.encode()  # what cannot be written cannot be the name of anything
-            if isinstance(entry, TensorStorageMetadata):
-                parts = [part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)]
-                check_counts(key, itertools.chain(entry.size, *parts))
-        for index, info in found.storage_data.items():
+            if isinstance(tensor_entry, TensorStorageMetadata):
+                parts = [
+                    part for chunk in tensor_entry.chunks for part in (chunk.offsets, chunk.sizes)
+                ]
+                check_counts(key, itertools.chain(tensor_entry.size, *parts))
+        for index, info in metadata.storage_data.items():
             info.relative_path.encode()
             check_counts(index.fqn, (info.offset, info.length))
-        check_places(found, folder)
-        return _as_today(found)
+        check_places(metadata, folder)
+        return _as_today(metadata)
     except (AttributeError, TypeError, ValueError, LookupError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -77,21 +80,22 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _as_today(metadata: Metadata) -> Metadata:
-    ways = metadata.planner_data or {}
+    paths = metadata.planner_data or {}
     # Composer's loader tells the old layout by this key, too:
     # https://github.com/mosaicml/composer/blob/v0.32.1/composer/utils/checkpoint.py#L662
-    legacy = {key for key, way in ways.items() if tuple(way)[:1] == ("optimizers",)}
+    legacy = {key for key, path in paths.items() if tuple(path)[:1] == ("optimizers",)}
     if not legacy:
         return metadata
     today: dict[Any, str] = {key: f"state.{key}" for key in legacy}
     return replace(
         metadata,
         state_dict_metadata={
-            today.get(key, key): entry for key, entry in metadata.state_dict_metadata.items()
+            today.get(key, key): value_entry
+            for key, value_entry in metadata.state_dict_metadata.items()
         },
         planner_data={
-            today.get(key, key): ("state", *way) if key in legacy else way
-            for key, way in ways.items()
+            today.get(key, key): ("state", *path) if key in legacy else path
+            for key, path in paths.items()
         },
         storage_data={
             MetadataIndex(today.get(index.fqn) or index.fqn, index.offset, index.index): info
@@ -167,8 +171,8 @@ def covers_exactly(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, (starts, sizes) in [(-1, ([0] * len(shape), shape)), *((1, box) for box in boxes)]:
         for ends in itertools.product((0, 1), repeat=len(cut)):
-            place = tuple(
+            corner = tuple(
                 starts[dim] + end * sizes[dim] for dim, end in zip(cut, ends, strict=True)
             )
-            corners[place] += sign * (-1) ** sum(ends)
+            corners[corner] += sign * (-1) ** sum(ends)
     return not any(corners.values())

@@ -36,13 +36,13 @@ class MuonFromAdamW:
 
     def __init__(self, saved: Checkpoint, muon: Collection[str], adamw: Collection[str]) -> None:
         self._muon, self._adamw = frozenset(muon), frozenset(adamw)
-        asked = self._muon | self._adamw
-        kept = set(saved.under("state", "optimizers").values())
-        needed = [("state", param, key) for param in asked for key in _ADAM]
+        stepped = self._muon | self._adamw
+        saved_paths = set(saved.under("state", "optimizers").values())
+        needed = [("state", param, key) for param in stepped for key in _ADAM]
         of_adam = [
             name
-            for name in sorted({str(way[0]) for way in kept if way})
-            if asked and all((name, *way) in kept for way in needed)
+            for name in sorted({str(path[0]) for path in saved_paths if path})
+            if stepped and all((name, *path) in saved_paths for path in needed)
         ]
         self.source = of_adam[0] if of_adam else None
 
@@ -51,8 +51,8 @@ class MuonFromAdamW:
         """Returns globs of the state that stays in the checkpoint, as in `load_ignore_keys`."""
         start = f"state/optimizers/{self.source}/state"
         starts = [f"{start}/{glob.escape(name)}" for name in self._muon]
-        left = [f"{start}/{key}" for start in starts for key in (_SECOND, "step")]
-        return [*left, f"{start}/*/max_{_SECOND}"]
+        unused = [f"{start}/{key}" for start in starts for key in (_SECOND, "step")]
+        return [*unused, f"{start}/*/max_{_SECOND}"]
 
     @property
     def note(self) -> str:
@@ -74,8 +74,8 @@ class MuonFromAdamW:
 
     def _renamed(self, state: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
         return {
-            name: {new: held[old]}
+            name: {new: values[old]}
             if name in self._muon
-            else {key: held[key] for key in held if key in _ADAM}
-            for name, held in state.items()
+            else {key: values[key] for key in values if key in _ADAM}
+            for name, values in state.items()
         }

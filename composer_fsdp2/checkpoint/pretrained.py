@@ -163,18 +163,18 @@ def merge_experts(stored: Mapping[str, StoredTensor], tree: ModuleTree) -> dict[
         for _, module in tree.modules()
     ):
         return dict(stored)
-    found = {key.replace(*BLOCKS): tensor for key, tensor in stored.items()}
-    for name, keys in expert_matrices(found).items():
-        rows = tuple(tuple(found[key] for key in row) for row in keys)
+    joined = {key.replace(*BLOCKS): tensor for key, tensor in stored.items()}
+    for name, keys in expert_matrices(joined).items():
+        rows = tuple(tuple(joined[key] for key in row) for row in keys)
         shapes = [matrix.shape for matrix in rows[0]]
         equal = all([matrix.shape for matrix in row] == shapes for row in rows)
         if not equal or len({size[1:] for size in shapes}) > 1:
             continue  # `find_keys` says what is wrong with the folder
         shape = (len(rows), sum(size[0] for size in shapes), *shapes[0][1:])
-        found[name] = replace(rows[0][0], shape=shape, experts=rows)
+        joined[name] = replace(rows[0][0], shape=shape, experts=rows)
         for key in itertools.chain.from_iterable(keys):
-            del found[key]
-    return found
+            del joined[key]
+    return joined
 
 
 def expert_matrices(names: Iterable[str]) -> dict[str, list[list[str]]]:
@@ -186,7 +186,7 @@ def expert_matrices(names: Iterable[str]) -> dict[str, list[list[str]]]:
     for name in names:
         if (match := _EXPERT.fullmatch(name)) is not None:
             layers[match[1]][match[3]][int(match[2])] = name
-    found: dict[str, list[list[str]]] = {}
+    matrices_of: dict[str, list[list[str]]] = {}
     for layer, matrices in layers.items():
         for name, parts in _MERGED:
             numbers = sorted(matrices[parts[0]])
@@ -194,8 +194,8 @@ def expert_matrices(names: Iterable[str]) -> dict[str, list[list[str]]]:
                 sorted(matrices[part]) == list(range(len(numbers))) for part in parts
             ):
                 rows = [[matrices[part][number] for part in parts] for number in numbers]
-                found[f"{layer.replace(*BLOCKS)}.{name}"] = rows
-    return found
+                matrices_of[f"{layer.replace(*BLOCKS)}.{name}"] = rows
+    return matrices_of
 
 
 def find_keys(
@@ -226,9 +226,9 @@ def find_keys(
     def fitness(naming: tuple[str, dict[str, str]]) -> tuple[int, int]:
         """Counts names found, then fewest keys left over that are no head's."""
         added, key_of = naming
-        left = stored.keys() - key_of.values() - passed_over
-        found = sum(key_of[name] in stored for name in tensors)
-        return found, -sum(key.startswith(added) for key in left)
+        unused = stored.keys() - key_of.values() - passed_over
+        matches = sum(key_of[name] in stored for name in tensors)
+        return matches, -sum(key.startswith(added) for key in unused)
 
     added, key_of = max(_namings(tensors, recomputed, base), key=fitness)
     group_of = {name: names for names in tied_groups(tree) for name in names}
@@ -251,10 +251,10 @@ def find_keys(
             )
     # Keys outside of the base model that the model is belong to a head.
     used = {*key_of.values(), *passed_over}
-    left = [key for key in stored if key not in used]
+    unused = [key for key in stored if key not in used]
     problems = {
         "it lacks": missing,
-        "the model has no place for": [key for key in left if key.startswith(added)],
+        "the model has no place for": [key for key in unused if key.startswith(added)],
         "other shapes or kinds of number:": misfits,
     }
     said = [f"{text} {_counted(names)}" for text, names in problems.items() if names]
@@ -265,15 +265,15 @@ def find_keys(
             "config.json, or leave out pretrained_weights and load the folder with "
             "`from_pretrained`."
         )
-    return keys, left
+    return keys, unused
 
 
 def _tensors_of(tree: ModuleTree) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Returns what a model saves, by name, and names of buffers that old folders hold besides."""
     tensors: dict[str, torch.Tensor] = {ref.name: ref.param for ref in tree.params}
     recomputed: list[str] = []
-    for entry in tree.paths:
-        module, prefix = entry.module, f"{entry.path}." if entry.path else ""
+    for module_path in tree.paths:
+        module, prefix = module_path.module, f"{module_path.path}." if module_path.path else ""
         for name, buffer in module._buffers.items():
             if name in non_persistent_buffers(module):
                 recomputed.append(prefix + name)
@@ -345,8 +345,8 @@ class PretrainedWeights:
 
     def _read(self, target: torch.Tensor, source: StoredTensor, offsets: Sequence[int]) -> None:
         if source.experts:
-            own = source.experts[offsets[0] :][: len(target)]
-            for expert, matrices in zip(target, own, strict=True):
+            local_experts = source.experts[offsets[0] :][: len(target)]
+            for expert, matrices in zip(target, local_experts, strict=True):
                 begin = 0
                 for matrix in matrices:
                     end = begin + matrix.shape[0]

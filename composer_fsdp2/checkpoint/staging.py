@@ -75,15 +75,19 @@ class Publications:
 
     def is_anothers(self, path: Path) -> bool:
         """Returns whether somebody else has written it since this run began."""
-        found = _identity(path)
-        return found is not None and found != self._own.get(path) and found[0] > self._began * 1e9
+        identity = _identity(path)
+        return (
+            identity is not None
+            and identity != self._own.get(path)
+            and identity[0] > self._began * 1e9
+        )
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
     with suppress(OSError):
         # A folder's own time changes with each name in it; `.metadata` is written once.
-        found = (path / ".metadata" if path.is_dir() else path).stat()
-        return found.st_mtime_ns, found.st_ino, found.st_dev
+        identity = (path / ".metadata" if path.is_dir() else path).stat()
+        return identity.st_mtime_ns, identity.st_ino, identity.st_dev
     return None
 
 
@@ -160,7 +164,11 @@ def check_destination(path: Path, *, folder: bool) -> None:
 
 @contextmanager
 def staged(
-    destination: Path, *, folder: bool, replace: bool = False, own: Publications | None = None
+    destination: Path,
+    *,
+    folder: bool,
+    replace: bool = False,
+    publications: Publications | None = None,
 ) -> Generator[Path]:
     """Yields a path beside `destination` that becomes it once everything is on the disk.
 
@@ -171,7 +179,7 @@ def staged(
         folder: whether it will be a folder, or a file; it is there and empty.
         replace: whether a file that is there may be replaced, and folders above be made; else see
             `check_destination`.
-        own: what the run has written; what another one has is not replaced.
+        publications: what the run has written; what another one has is not replaced.
 
     Raises:
         CheckpointError: something is there already, or the system refuses to write.
@@ -192,7 +200,7 @@ def staged(
             # The rename could reach the disk before data that is not forced there first.
             for item in [*temporary.iterdir(), temporary] if folder else [temporary]:
                 sync(item)
-            publish(temporary, destination, own, replace=replace)
+            publish(temporary, destination, publications, replace=replace)
     except BaseException as error:
         _remove(temporary)
         cause = _cause(error)
@@ -205,14 +213,18 @@ def staged(
 
 
 def publish(
-    temporary: Path, destination: Path, own: Publications | None = None, *, replace: bool = True
+    temporary: Path,
+    destination: Path,
+    publications: Publications | None = None,
+    *,
+    replace: bool = True,
 ) -> None:
     """Gives what is complete its name; a folder of that name steps aside and goes afterwards.
 
     Args:
         temporary: a name of `hidden`.
         destination: the name that it gets.
-        own: what the run has written; what another one has is not replaced.
+        publications: what the run has written; what another one has is not replaced.
         replace: whether something that is there may be replaced; else see `check_destination`.
 
     Raises:
@@ -221,15 +233,15 @@ def publish(
     """
     aside = destination.with_name(f"{REPLACED}{destination.name}")
     with locked(destination.parent):
-        if own is not None and own.is_anothers(destination):
+        if publications is not None and publications.is_anothers(destination):
             token = temporary.name.removeprefix(_INCOMPLETE).partition(".")[0]
-            kept = destination.with_name(f"{destination.stem}.second-{token}{destination.suffix}")
-            temporary.rename(kept)
+            second = destination.with_name(f"{destination.stem}.second-{token}{destination.suffix}")
+            temporary.rename(second)
             raise CheckpointError(
                 f"'{destination}' was written by another run since this one began. Two runs save "
                 "to one folder. Replacing it would lose what the other run has saved, so it stays "
-                f"as it is, and this run's checkpoint is '{kept}'. Give every run a save_folder of "
-                "its own."
+                f"as it is, and this run's checkpoint is '{second}'. Give every run a "
+                "save_folder of its own."
             )
         if not replace:
             check_destination(destination, folder=temporary.is_dir())
@@ -240,8 +252,8 @@ def publish(
                 destination.rename(aside)
         # It replaces a file, or an empty folder, in one step.
         temporary.replace(destination)
-        if own is not None:
-            own.note(destination)
+        if publications is not None:
+            publications.note(destination)
     sync(destination.parent)
     if replace:
         shutil.rmtree(aside, ignore_errors=True)
@@ -274,9 +286,9 @@ def reason_at(path: Path, error: OSError) -> str:
     """Returns why the system refused to write there, and how much room there is if it says so."""
     room = ""
     with suppress(OSError, StopIteration):
-        place = next(parent for parent in path.absolute().parents if parent.is_dir())
-        use = shutil.disk_usage(place)
-        room = f" ({use.free / 1e9:.1f} of {use.total / 1e9:.1f} GB are free in '{place}')"
+        parent = next(parent for parent in path.absolute().parents if parent.is_dir())
+        use = shutil.disk_usage(parent)
+        room = f" ({use.free / 1e9:.1f} of {use.total / 1e9:.1f} GB are free in '{parent}')"
     return f"{error.strerror or error}{room}"
 
 
@@ -285,10 +297,10 @@ def write_failure(error: BaseException) -> OSError | None:
 
     Collective: no.
     """
-    found, said = _cause(error), str(error)
-    if isinstance(found, OSError):
-        return found
-    if isinstance(found, KeyboardInterrupt | CheckpointError):
+    cause, said = _cause(error), str(error)
+    if isinstance(cause, OSError):
+        return cause
+    if isinstance(cause, KeyboardInterrupt | CheckpointError):
         return None
     number = re.search(r"os error (\d+)", said)  # safetensors' way to say it
     if number is not None:
@@ -300,11 +312,11 @@ def write_failure(error: BaseException) -> OSError | None:
 
 def _cause(error: BaseException) -> BaseException:
     """Returns the error inside torch's writer, which hides it behind an error of its own."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError | KeyboardInterrupt):
-            return found
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError | KeyboardInterrupt):
+            return cause
         # Any other kind of error speaks for itself, whatever it was raised while handling.
-        hides = isinstance(found, RuntimeError) and not isinstance(found, CheckpointError)
-        found = found.__cause__ or found.__context__ if hides else None
+        hides = isinstance(cause, RuntimeError) and not isinstance(cause, CheckpointError)
+        cause = cause.__cause__ or cause.__context__ if hides else None
     return error

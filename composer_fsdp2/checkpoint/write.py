@@ -106,7 +106,7 @@ def write_sharded(
     savers: Savers,
     planner: SavePlanner | None = None,
     announce: Callable[[], None] | None = None,
-    own: Publications | None = None,
+    publications: Publications | None = None,
 ) -> None:
     """Writes a state dict of shards as one folder, or as one on each disk; see [Note: folders].
 
@@ -118,7 +118,7 @@ def write_sharded(
         savers: who takes part.
         planner: what decides who writes which piece.
         announce: called on every rank when the checkpoint is complete and visible.
-        own: what the run has written; what another one has is not replaced.
+        publications: what the run has written; what another one has is not replaced.
 
     Raises:
         CheckpointError: on every rank, when any rank could not write. Nothing appears then.
@@ -129,7 +129,7 @@ def write_sharded(
     folders = [theirs["~folder"] for theirs in everyone]
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     first = folders.index(folders[rank]) == rank
-    temporary, held = hidden(folder, everyone[0]["~token"]), contextlib.ExitStack()
+    temporary, locks = hidden(folder, everyone[0]["~token"]), contextlib.ExitStack()
     made = False
 
     def make_folder() -> None:
@@ -138,7 +138,7 @@ def write_sharded(
         with contextlib.suppress(FileExistsError):
             temporary.mkdir()
             made = True
-        held.enter_context(locked(temporary, shared=True))
+        locks.enter_context(locked(temporary, shared=True))
 
     def write_shards() -> None:
         save(
@@ -151,8 +151,8 @@ def write_sharded(
         )
 
     def look() -> None:
-        if own is not None:
-            own.note(folder)
+        if publications is not None:
+            publications.note(folder)
         writer = dist.get_rank(savers.writers) if dist.is_initialized() else 0
         file = folder / f"__{writer}_0.distcp"
         if savers.writes and not file.is_file():
@@ -171,9 +171,9 @@ def write_sharded(
         together(group, make_folder, folder, when=first and rank != 0)
         together(group, write_shards, folder, when=savers.writes)
         together(group, lambda: write_checksums(temporary), folder, when=made)
-        together(group, lambda: publish(temporary, folder, own), folder, when=made)
+        together(group, lambda: publish(temporary, folder, publications), folder, when=made)
     finally:
-        held.close()
+        locks.close()
         if made:
             shutil.rmtree(temporary, ignore_errors=True)
     together(group, look, folder)
@@ -268,22 +268,22 @@ class Staging:
             torch.get_device_module(kind).synchronize()
         return copied
 
-    def _copy(self, value: Any, way: tuple[str | int, ...]) -> Any:
+    def _copy(self, value: Any, path: tuple[str | int, ...]) -> Any:
         if isinstance(value, torch.Tensor):
-            value, kept = value.detach(), self._tensors.get(way)
+            value, buffer = value.detach(), self._tensors.get(path)
             on_cpu = value.device.type == "cpu"
-            if kept is None or _layout(kept) != _layout(value):
+            if buffer is None or _layout(buffer) != _layout(value):
                 # Copies into memory that is not pinned are slow, and the host makes them itself.
-                kept = torch.empty_like(value, device="cpu", pin_memory=not on_cpu)
-                self._tensors[way] = kept
+                buffer = torch.empty_like(value, device="cpu", pin_memory=not on_cpu)
+                self._tensors[path] = buffer
             if not on_cpu:
                 self._sources.add(value.device.type)
-            local_part(kept).copy_(local_part(value), non_blocking=True)
-            return kept
+            local_part(buffer).copy_(local_part(value), non_blocking=True)
+            return buffer
         if isinstance(value, dict):
-            return {key: self._copy(item, (*way, key)) for key, item in value.items()}
+            return {key: self._copy(item, (*path, key)) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*way, i)) for i, item in enumerate(value))
+            return type(value)(self._copy(item, (*path, i)) for i, item in enumerate(value))
         return copy.deepcopy(value)
 
 

@@ -63,8 +63,8 @@ def find_equal_blocks(
     Collective: no.
 
     Args:
-        model: before it is sharded.
-        units: of the model.
+        model: before it is sharded, on meta or not.
+        units: the wrap plan of the whole model.
         treated: names of modules that a transformation changes.
         ahead: blocks that are gathered before they are needed.
     """
@@ -170,10 +170,10 @@ def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) ->
     Collective: no. See [Note: equal blocks].
 
     Args:
-        short: with `blocks.short` periods of the blocks.
-        long: with one more.
-        blocks: all of them.
-        units: of the whole model.
+        short: a step of the model with `blocks.short` periods of the blocks.
+        long: a step of the model with one period more.
+        blocks: the list whose other periods are added.
+        units: the wrap plan of the whole model, which the added numbers of units must give.
     """
     times = blocks.equal // blocks.period - blocks.short
     facts = [_facts(plan) for plan in (short.plan, long.plan, units)]

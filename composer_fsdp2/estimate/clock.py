@@ -88,8 +88,8 @@ def step_times(forecast: Forecast, gpu: Gpu, mfu: float = 0.5) -> Times:
 
     Args:
         forecast: bytes and FLOPs of the step.
-        gpu: that runs it.
-        mfu: share of its FLOP/s that its kernels reach.
+        gpu: peak FLOP/s, bytes a second inside and across nodes, seconds a call.
+        mfu: share of the peak FLOP/s that the kernels reach, between 0 and 1.
     """
     seconds = {True: 0.0, False: 0.0}
     for sent in forecast.sent:

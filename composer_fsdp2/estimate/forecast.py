@@ -115,9 +115,9 @@ def forecast(
 
     Args:
         model: on meta or not, before it is sharded.
-        optimizer: of the model.
-        units: of the model.
-        work: the step.
+        optimizer: over the model's parameters, without state yet.
+        units: the wrap plan that the run would print.
+        work: ranks, microbatches and shapes of the batch.
         treated: modules that transformations change, by name.
         on_host: kinds of memory that the run keeps in CPU memory.
         notes: differences between the run and its trace.

@@ -56,11 +56,11 @@ def answer_lines(
     """Yields the short answer: whether the step fits, its tokens, its seconds, a change to try.
 
     Args:
-        forecast: of the step.
-        settings: of the run.
-        batch: of the run.
-        gpu: for times.
-        memory_gib: of a GPU; nothing is compared with it if it is not known.
+        forecast: bytes and FLOPs of the step.
+        settings: those whose change is proposed.
+        batch: rows of the step over all ranks, rows of a microbatch, tokens of a row.
+        gpu: gives seconds and tokens a second; neither is shown without it.
+        memory_gib: memory of a GPU in GiB; `None` leaves out whether the step fits.
     """
     size, moment = size_text(forecast.peak_bytes), f"most in {forecast.moment}"
     times = step_times(forecast, gpu) if gpu is not None and forecast.flops else None
@@ -154,12 +154,7 @@ def _smaller(forecast: Forecast, settings: FSDP2Config, batch: Batch) -> str:
 
 
 def forecast_lines(forecast: Forecast, gpu: Gpu | None = None) -> Iterator[str]:
-    """Yields the lines of a forecast.
-
-    Args:
-        forecast: of a step.
-        gpu: for times; none are shown without.
-    """
+    """Yields the lines of a forecast; seconds only with a `gpu`."""
     nodes = -(-forecast.ranks // forecast.ranks_per_node)
     yield f"\nOne step of a rank ({forecast.ranks} ranks on {nodes} node{'s' * (nodes != 1)}):"
     yield from _memory(forecast)
@@ -217,9 +212,9 @@ def comparison_lines(
     """Yields a table with a line for each value of a setting.
 
     Args:
-        key: the setting.
+        key: the setting, dotted as on the command line.
         forecasts: values as they are written, with their forecasts.
-        gpu: for times.
+        gpu: gives the seconds of the last column.
     """
     width = max(len(key), *(len(value) for value, _ in forecasts))
     head = ("peak", "state", "activations", "gathered", "sent", "across", "step")

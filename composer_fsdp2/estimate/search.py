@@ -135,14 +135,14 @@ def search(
     """Returns the best choices that fit, and the reasons against other choices.
 
     Args:
-        measure: traces a choice.
+        measure: traces a step of a choice, which takes seconds.
         ranks: that hold the model; those of a tensor group count once.
-        per_node: such ranks of a node.
-        most_rows: samples of a step of a rank.
-        gpu: that runs it.
-        memory_gib: of the GPU.
-        offloads: that the run can take.
-        count: of the best.
+        per_node: ranks of a node, counted likewise.
+        most_rows: samples of a rank in a step: the largest microbatch.
+        gpu: ranks choices by seconds.
+        memory_gib: memory of a GPU in GiB, of which a part stays free.
+        offloads: kinds of state in CPU memory that the run allows, the cheapest first.
+        count: choices that are returned at most.
     """
     room = memory_gib * 2**30 * (1 - HEADROOM)
     sizes = [2**power for power in range(most_rows.bit_length()) if most_rows % 2**power == 0]

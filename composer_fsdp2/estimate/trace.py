@@ -130,9 +130,9 @@ def trace_steps(
     Collective: no. Both are changed. `torch.distributed` must not be initialised.
 
     Args:
-        model: of the run.
-        optimizer: of the model.
-        work: a step.
+        model: not prepared yet; its values are dropped.
+        optimizer: over the model's parameters.
+        work: how the model is prepared, and the batches of a step.
         state_only: for a model that cannot be traced, steps the optimizer with gradients of zeros.
 
     Raises:
@@ -164,11 +164,11 @@ def observe_steps(
     Collective: as the steps are.
 
     Args:
-        run: of the model.
-        optimizer: of the model.
-        work: a step.
+        run: the prepared model.
+        optimizer: over the run's sharded parameters.
+        work: the batches of a step.
         mode: that of the fake tensors, if tensors are fake.
-        state_only: as `trace_steps`.
+        state_only: as in `trace_steps`.
     """
     axes = list(run.shape.axes)
     counter = CollectiveCounter(work.ranks_per_node, *axes if len(axes) == 1 else ())
@@ -207,9 +207,10 @@ class _State:
     """Knows the storages of parameters, buffers, gradients and optimizer state.
 
     Args:
-        run: of the model, whose parameters are shards now; a forward exchanges them in the modules.
-        optimizer: of the model.
-        watch: sees the storages.
+        run: the prepared model, whose parameters are shards now; a forward exchanges them in the
+            modules.
+        optimizer: over those shards.
+        watch: tells which storages live, and is told their kind.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, watch: Watch) -> None:

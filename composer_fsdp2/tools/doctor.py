@@ -129,8 +129,8 @@ def memory_findings(forecast: Forecast, gpu: LocalGpu) -> Iterator[Finding]:
     """Yields a finding where a step is predicted to need more than the memory of a GPU.
 
     Args:
-        forecast: of the run.
-        gpu: that it runs on.
+        forecast: peak and state of a step in bytes.
+        gpu: the memory of this machine's GPU, and where the figure is from.
     """
     state_bytes = sum(size for kind, size in forecast.held.items() if kind not in forecast.on_host)
     gpu_bytes, how = gpu.memory_bytes, "--search` finds settings that fit."
@@ -157,9 +157,9 @@ def examine(
     """Returns all findings, problems first.
 
     Args:
-        machine: what is installed.
-        run: what is asked for.
-        rehearsed: what going through the run found.
+        machine: versions, devices and environment of this machine.
+        run: the settings and ranks that a file asks for; `None` checks the machine alone.
+        rehearsed: findings of a rehearsal of the run.
     """
     findings = [
         *_versions(machine),
@@ -502,9 +502,9 @@ def report_lines(
     """Returns the report, problems first.
 
     Args:
-        machine: what is installed.
-        run: what is asked for; `None` where there is none, or it could not be read.
-        findings: what is wrong, problems first.
+        machine: versions, devices and environment of this machine.
+        run: the settings and ranks that a file asks for; `None` without a file that can be read.
+        findings: those of `examine`.
         verbose: whether to list everything that Composer and torch are relied on for, and to say
             more than fits on a screen.
     """

@@ -72,7 +72,7 @@ class Meanwhile(DefaultSavePlanner):
         if when == self._when:
             self._when = ""
             folder, own = self._given
-            write_sharded(state_of(2.0), folder, savers(), own=own)
+            write_sharded(state_of(2.0), folder, savers(), publications=own)
 
 
 @pytest.mark.world_size(2)
@@ -86,7 +86,7 @@ def test_two_runs_at_the_same_time(before: bool, when: str, tmp_path: Path):
     first, second = Publications(), Publications()
     planner = Meanwhile(folder, second, when)
     with pytest.raises(CheckpointError, match=ANOTHER) as caught:
-        write_sharded(state_of(1.0), folder, savers(), planner, own=first)
+        write_sharded(state_of(1.0), folder, savers(), planner, publications=first)
     holds(folder, 2.0)
     kept = next(name for name in names_in(tmp_path) if name != "ep0-ba5")
     assert kept in str(caught.value)
@@ -98,15 +98,15 @@ def test_two_runs_at_the_same_time(before: bool, when: str, tmp_path: Path):
 def test_two_runs_one_after_the_other(tmp_path: Path):
     folder, runs = tmp_path / "ep0-ba5", [Publications(), Publications()]
     for value in (1.0, 2.0):  # one run may save again
-        write_sharded(state_of(value), folder, savers(), own=runs[0])
+        write_sharded(state_of(value), folder, savers(), publications=runs[0])
     holds(folder, 2.0)
     dist.barrier()
     with pytest.raises(CheckpointError, match=ANOTHER):
-        write_sharded(state_of(3.0), folder, savers(), own=runs[1])
+        write_sharded(state_of(3.0), folder, savers(), publications=runs[1])
     holds(folder, 2.0)
     # A run that begins later goes on from it, and may write it again.
     dist.barrier()
-    write_sharded(state_of(4.0), folder, savers(), own=Publications())
+    write_sharded(state_of(4.0), folder, savers(), publications=Publications())
     holds(folder, 4.0)
 
 
@@ -115,7 +115,7 @@ def test_two_runs_and_one_file(tmp_path: Path):
     path, first, second = tmp_path / "a.pt", Publications(), Publications()
 
     def save(own: Publications, text: str) -> None:
-        with staged(path, folder=False, replace=True, own=own) as temporary:
+        with staged(path, folder=False, replace=True, publications=own) as temporary:
             if text == "first":
                 save(second, "second")
             temporary.write_text(text)

@@ -169,7 +169,7 @@ def write_whole_file(
     Raises:
         CheckpointError: the file could not be written; what had its name is as it was.
     """
-    with staged(path, folder=False, replace=True, own=publications) as temporary:
+    with staged(path, folder=False, replace=True, publications=publications) as temporary:
         composers._write_checkpoint_file(state_dict, str(temporary))
 
 

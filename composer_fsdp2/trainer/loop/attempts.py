@@ -52,8 +52,8 @@ class Attempt:
     """Computes a step, and can undo it; see [Note: attempts].
 
     Args:
-        trainer: that trains the run's model.
-        run: of the model.
+        trainer: whose step it is, and whose state an undo restores.
+        run: the prepared model of that trainer, likewise.
         searching: keeps all that the step changes. Otherwise it keeps what costs little, and says
             when that was not enough.
     """

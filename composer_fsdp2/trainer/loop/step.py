@@ -78,7 +78,7 @@ class _Even(StepListener):
     takes a sampler's duplicates off the last.
 
     Args:
-        run: of the model.
+        run: whose ranks agree on the number of microbatches.
         spec: the DataSpec that is copied.
         unused: is told when a rank asks to compare which parameters were used.
     """
@@ -165,8 +165,8 @@ class _Evaluation(_Even):
     """Evaluates equally many microbatches on every rank, and each batch again until it fits.
 
     Args:
-        run: of the model.
-        spec: of the evaluator.
+        run: whose ranks agree on the number of microbatches.
+        spec: the evaluator's DataSpec, which is copied.
         metrics: where the size of a microbatch is `auto`: those that an attempt adds to.
     """
 
