@@ -16,7 +16,7 @@ import torch
 
 from composer_fsdp2.step.run import Run, StepListener
 
-__all__ = ["ADAPTIVE_LIONS", "LionAverages", "lion_as_text", "save_lions_as_text"]
+__all__ = ["ADAPTIVE_LIONS", "LionTrackerFix", "lion_as_text", "save_lions_as_text"]
 
 ADAPTIVE_LIONS = frozenset({"DecoupledAdaLRLion", "DecoupledClipLion"})
 _AS_TEXT = frozenset({"grad_tracker", "moment_tracker", "outlier_timestamp"})
@@ -30,7 +30,7 @@ def save_lions_as_text(optimizers: Iterable[Any]) -> None:
             optimizer.register_load_state_dict_pre_hook(_with_objects)
 
 
-class LionAverages(StepListener):
+class LionTrackerFix(StepListener):
     """Gives the trackers the method that `clip_lion` calls at an outlier, under its new name.
 
     Source: llm-foundry 0.22, optim/adaptive_lion.py line 399 and optim/outlier_detection.py. A

@@ -18,7 +18,6 @@ from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.text import size_text
 from composer_fsdp2.torch_private.units import (
-    all_reduce_hook,
     all_reduces,
     gather_bytes,
     holds_gathered,
@@ -57,9 +56,7 @@ class Traffic(StepListener):
         """Counts a reduce-scatter, and an all-reduce over replicas. Collective: no."""
         shape, part = self.run.shape, reduction_bytes(group)
         self.counts.update(collectives=1, reduced_bytes=part * shards_of(group))
-        # A hook averages over replicas where torch's own HSDP cannot.
-        due = getattr(all_reduce_hook(group), "due", True)
-        if (shape.replicate or 1) > 1 and all_reduces(group) and due:
+        if (shape.replicate or 1) > 1 and all_reduces(group):
             self.counts.update(collectives=1, reduced_bytes=part)
 
     def _note_peak(self, coming: Any = None) -> None:

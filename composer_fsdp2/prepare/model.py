@@ -37,7 +37,7 @@ from composer_fsdp2.guards.parameters import AddedParameters, GatheredParameters
 from composer_fsdp2.guards.unused_head import UnusedHead
 from composer_fsdp2.guards.watchdog import is_broken
 from composer_fsdp2.optim.elementwise import LaterOptimizers, apply_local_step
-from composer_fsdp2.optim.lion_state import LionAverages
+from composer_fsdp2.optim.lion_state import LionTrackerFix
 from composer_fsdp2.optim.local import MatrixOptimizer
 from composer_fsdp2.parallel.expert.transformation import ExpertParallel
 from composer_fsdp2.parallel.parallelism import AppliedParallelism, BatchGroup, SameBatchGroup
@@ -98,7 +98,7 @@ STEP: tuple[type[StepListener], ...] = (
     UnannouncedMicrobatches,
     Prefetch,
     UnusedParameters,
-    LionAverages,
+    LionTrackerFix,
     LaterOptimizers,
     # Guards, without which every number stays. An `OOMGuard` comes before all of them.
     OrderCheck,

@@ -32,7 +32,6 @@ from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.torch_private.tensors import default_store
 from composer_fsdp2.torch_private.units import (
     add_zero_gradients,
-    all_reduce_hook,
     all_reduces,
     has_gradient,
     has_run,
@@ -129,7 +128,7 @@ class UnusedParameters(StepListener):
                 # It comes here as often as it ran, and the first time before its gradients.
                 missing = [param for param in missing if not will_get_gradient(param)]
             self.must_compare = self.must_compare or bool(missing)
-            for param in missing if _is_complete(group) else ():
+            for param in missing if all_reduces(group) else ():
                 # Nobody may have used it. Said before the reduction.
                 if param in self._fresh and param not in self._used and param not in self._told:
                     key = f"{self._prefix}/{self._complete}/{self._indices[id(param)]}"
@@ -150,7 +149,7 @@ class UnusedParameters(StepListener):
         self._complete += 1
         self._uses.clear()
         self._take_back_told()
-        complete = [group for group in self._groups if _is_complete(group)]
+        complete = [group for group in self._groups if all_reduces(group)]
         groups = [group for group in complete if self._compares(group)]
         params = self._params(groups)
         if params:
@@ -216,8 +215,3 @@ class UnusedParameters(StepListener):
     @staticmethod
     def _params(groups: Iterable[Any]) -> list[Any]:
         return [param for group in groups for param in trained_params(group)]
-
-
-def _is_complete(group: Any) -> bool:
-    """Whether the group reduces the gradient of the step, and not a part of it."""
-    return all_reduces(group) and getattr(all_reduce_hook(group), "due", True)

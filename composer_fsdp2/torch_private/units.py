@@ -251,8 +251,12 @@ def all_reduce_hook(group: Any) -> Any:
 
 
 def all_reduces(group: Any) -> bool:
-    """Says whether the group's gradients are reduced over replicas too, after this backward."""
-    return group.reduce_grads and group.all_reduce_grads
+    """Says whether the group's gradients are reduced over replicas too, after this backward.
+
+    A hook averages over replicas where torch's own HSDP cannot, and has `due` false until then.
+    """
+    by_torch = group.reduce_grads and group.all_reduce_grads
+    return by_torch and getattr(group._all_reduce_hook, "due", True)
 
 
 def partial_reduction(group: Any) -> torch.Tensor | None:
