@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from composer_fsdp2.shard.apply import apply_plan
     from composer_fsdp2.shard.summon import full_tensor, summon_full_params
     from composer_fsdp2.trainer.extensions.monitor import FSDP2Monitor
+    from composer_fsdp2.trainer.extensions.weights_out import ModelWeights
 
 __version__ = "0.3.0.dev0"
 
@@ -41,6 +42,7 @@ _HOMES = {
     "ConfigError": "errors",
     "FSDP2Config": "config.schema",
     "FSDP2Monitor": "trainer.extensions.monitor",
+    "ModelWeights": "trainer.extensions.weights_out",
     "Muon": "optim.muon.optimizer",
     "PatchError": "errors",
     "PlanError": "errors",
@@ -70,6 +72,7 @@ __all__ = [
     "ConfigError",
     "FSDP2Config",
     "FSDP2Monitor",
+    "ModelWeights",
     "Muon",
     "PatchError",
     "PlanError",

@@ -8,8 +8,8 @@ other. FSDP2 only sees identity, so sharding would silently untie the second kin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ __all__ = [
     "memory_of",
     "own_parameters",
     "tied_groups",
+    "without_wrappers",
 ]
 
 Recall = Callable[[], AbstractContextManager[None]]
@@ -179,6 +180,27 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
     while is_wrapper(module):
         module = module.get_submodule(_WRAPPED)
     return module
+
+
+@contextmanager
+def without_wrappers(model: nn.Module) -> Generator[None]:
+    """Puts modules in the place of their activation wrappers, while a block runs.
+
+    For libraries that compare names of modules with those of a state dict. Collective: no.
+    """
+    places = [
+        (module._modules, name, child)
+        for module in model.modules()
+        for name, child in module._modules.items()
+        if child is not None and is_wrapper(child)
+    ]
+    try:
+        for children, name, child in places:
+            children[name] = inside_wrappers(child)
+        yield
+    finally:
+        for children, name, child in places:
+            children[name] = child
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
-from composer_fsdp2 import installed, prepare_fully_shard, summon_full_params
+from composer_fsdp2 import ModelWeights, installed, prepare_fully_shard, summon_full_params
 from composer_fsdp2.checkpoint.huggingface import write_huggingface
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError, ConfigError, PlanError
@@ -290,13 +290,14 @@ def test_checkpoints_that_would_lose_trained_weights_are_refused(tmp_path: Path)
 # The base has no name, by which PEFT would look its vocabulary up.
 @pytest.mark.filterwarnings("ignore:Could not find a config file")
 @pytest.mark.world_size(2)
-def test_saved_by_peft_as_without_sharding(tmp_path: Path):
-    plain, model = lora(), lora()
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "modules_to_save": ["lm_head"]}])
+def test_saved_by_peft_as_without_sharding(changes: dict[str, Any], tmp_path: Path):
+    plain, model = lora(**changes), lora(**changes)
     for one in (plain, model):
         # Composer makes plain text of these, which PEFT cannot write.
         settings = one.model.peft_config["default"]
         settings.peft_type, settings.task_type = peft.PeftType.LORA, peft.TaskType.CAUSAL_LM
-    prepare_fully_shard(model, None, {})
+    prepare_fully_shard(model, None, {"activation_checkpointing": True})
     with installed():
         model.model.save_pretrained(str(tmp_path / "sharded"))
     plain.model.save_pretrained(str(tmp_path / f"plain{dist.get_rank()}"))
@@ -304,6 +305,29 @@ def test_saved_by_peft_as_without_sharding(tmp_path: Path):
     assert {f.name for f in found.iterdir()} == {f.name for f in expected.iterdir()}
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (found / file).read_bytes() == (expected / file).read_bytes()
+
+
+@pytest.mark.table("modules_to_save")
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    "changes",
+    [{"tied": False, "modules_to_save": ["lm_head"]}, {"use_dora": True}, {"bias": "lora_only"}],
+    ids=["modules_to_save", "dora", "bias"],
+)
+def test_weights_are_handed_out_merged_or_alone(changes: dict[str, Any], tmp_path: Path):
+    plain, model = lora(**changes), lora(**changes)
+    prepare_fully_shard(model, None, {"activation_checkpointing": True})
+    alone = peft.get_peft_model_state_dict(plain.model)
+    merged = plain.model.merge_and_unload().state_dict()
+    if changes.get("tied", True):
+        merged.pop("lm_head.weight")
+    for adapters, expected in (("merged", merged), ("only", alone), ("merged", merged)):
+        weights = ModelWeights(model, adapters=adapters, every_rank=True)
+        found = {name: tensor.clone() for name, tensor in weights}
+        assert [*found] == [info.name for info in weights.metadata()]
+        assert found.keys() == expected.keys(), adapters
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.world_size(2)

@@ -18,6 +18,7 @@ GROUPS = {
         "prepare_fully_shard",
         "full_tensor",
         "summon_full_params",
+        "ModelWeights",
         "sequence_attention",
         "install",
         "installed",

@@ -21,6 +21,7 @@ NAMES = [
     "ConfigError",
     "FSDP2Config",
     "FSDP2Monitor",
+    "ModelWeights",
     "Muon",
     "PatchError",
     "PlanError",

@@ -25,6 +25,7 @@ from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError, PlanError
 from composer_fsdp2.parallel.parallelism import whole_sequences
 from composer_fsdp2.parallel.tensor.transformation import draw_together
+from composer_fsdp2.plan.module_tree import without_wrappers
 from composer_fsdp2.prepare.conventions import ENCODING
 from composer_fsdp2.ranks import any_rank, on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_summoned, summon_full_params
@@ -58,7 +59,9 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         sharded = type(model)
         model.__class__ = own_class(model)  # its name is written into `config.json`
         try:
-            return original(*bound.args, **bound.kwargs)
+            # PEFT looks for adapters by the names of modules, and saves none where they differ.
+            with without_wrappers(model):
+                return original(*bound.args, **bound.kwargs)
         except Exception as error:
             refused = write_failure(error)
             if refused is None:
