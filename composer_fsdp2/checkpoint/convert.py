@@ -32,7 +32,7 @@ from composer_fsdp2.checkpoint.describe import find_ties
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import (
     Checkpoint,
-    FileCheckpoint,
+    FolderCheckpoint,
     TensorEntry,
     Way,
     write_checksums,
@@ -53,13 +53,13 @@ _ALIGN = 64
 
 
 def prove_whole(source: Checkpoint) -> None:
-    """Compares a file with its checksums; a folder does so with each piece that is read.
+    """Compares files with their checksums; a folder does so with each piece that is read.
 
     Raises:
         CheckpointError: it is damaged, or loading it could execute code.
     """
     vet_algorithms_of(source)
-    if isinstance(source, FileCheckpoint):
+    if not isinstance(source, FolderCheckpoint):
         source.check()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from composer_fsdp2.checkpoint.algorithms import vet_algorithms_of
+from composer_fsdp2.checkpoint.deepspeed import DeepSpeedCheckpoint, open_any_checkpoint
 from composer_fsdp2.checkpoint.metadata import MESH, METADATA
 from composer_fsdp2.checkpoint.pickles import open_archive
 from composer_fsdp2.checkpoint.source import (
@@ -21,7 +22,6 @@ from composer_fsdp2.checkpoint.source import (
     TensorEntry,
     Way,
     files_of,
-    open_checkpoint,
 )
 from composer_fsdp2.config.messages import shortened
 from composer_fsdp2.errors import CheckpointError
@@ -60,7 +60,8 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         epoch, batch, ... at the save. parameters: elements of the model's tensors, tied ones once.
         dtypes: dtype -> elements, tied ones as often as they are stored. optimizers: class ->
         hyperparameters and number of names of each group, None if that cannot be read. ties: keys
-        of equal weights that train as one, first name first. files: name -> bytes.
+        of equal weights that train as one, first name first. files: name -> bytes. remarks:
+        sentences about what is not read.
 
     Raises:
         CheckpointError: there is nothing.
@@ -82,9 +83,10 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         "size_bytes": sum(files.values()),
         "files": files,
         "problems": [],
+        "remarks": [],
     }
     try:
-        source = open_checkpoint(path, incomplete=True)
+        source = open_any_checkpoint(path, incomplete=True)
     except CheckpointError as error:
         if not path.exists():
             raise
@@ -94,7 +96,10 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         return found
     found["kind"] = source.kind
     found["problems"] += source.problems.values()
+    found["remarks"] += source.remarks
     _describe_state(source, found)
+    if isinstance(source, DeepSpeedCheckpoint):
+        found["world_size"] = source.world_size
     ties = find_ties(source)
     found |= {"tensors": len(source.tensors), "objects": len(source.objects), "ties": ties}
     again = {key for group in ties for key in group[1:]}
@@ -164,6 +169,8 @@ def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:
     one shape with equal bytes, of which at most one has optimizer state. Without an optimizer,
     matrices that are equal by chance look the same.
     """
+    if isinstance(source, DeepSpeedCheckpoint):  # whose files say it
+        return source.ties
     model = {key: way for key, way in source.under(*MODEL).items() if key in source.tensors}
     ways = source.under(*OPTIMIZERS).values()
     names = {way[2] for way in ways if len(way) == 4 and way[1] == "state"}
@@ -242,7 +249,7 @@ def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> dict
     """
     found = {"path": str(path), "kind": None, "size_bytes": 0, "parts": 0}
     try:
-        source = open_checkpoint(path, incomplete=True)
+        source = open_any_checkpoint(path, incomplete=True)
     except CheckpointError as error:
         if not path.exists():
             raise

@@ -80,6 +80,7 @@ def write_huggingface(
         CheckpointError: the checkpoint holds no config, or no Hugging Face model, or is damaged;
             or the destination cannot be written.
     """
+    config = source.config if config is None else config
     values = nest(
         (way, source.tensor(key) if key in source.tensors else source.object(key))
         for key, way in source.under(*_STORED).items()

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -57,6 +58,7 @@ __all__ = [
     "Kind",
     "TensorEntry",
     "Way",
+    "deepspeed_folder",
     "detect_kind",
     "files_of",
     "flatten",
@@ -71,6 +73,10 @@ Way = tuple[str | int, ...]
 CHECKSUMS = "checksums.json"
 """Written by our saves beside `.metadata`: the size of every file, and a digest of `.metadata`.
 The values are covered by the checksums inside the files, see [Note: checksums] in `pickles`."""
+
+
+# The rank of something, or a layer, and then which state.
+_DEEPSPEED_FILE = re.compile(r"^(\w*_rank|layer|expert)_.*[_-](model|optim)_states\.pt$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +102,14 @@ class Checkpoint(ABC):
         paths: key -> the way to its value.
         problems: file or key -> its damage, as far as it is known without reading values; empty
             unless opened although `incomplete`.
+        config: a folder with a `config.json` and a tokenizer, where they are not in the checkpoint.
+        remarks: sentences for the user about what is not read.
     """
 
-    kind: Kind
+    kind: str
     path: Path
+    config: Path | None = None
+    remarks: tuple[str, ...] = ()
     problems: Mapping[str, str] = MappingProxyType({})
     tensors: Mapping[str, TensorEntry]
     objects: Collection[str]
@@ -158,9 +168,16 @@ def detect_kind(path: Path) -> Kind:
     Raises:
         CheckpointError: there is nothing, or something that is neither.
     """
+    if (path / METADATA).is_file():
+        return "sharded"
+    if deepspeed_folder(path) is not None:
+        raise CheckpointError(
+            f"'{path}' is a checkpoint of DeepSpeed. A run loads those of Composer, which cut "
+            "weights in another way. Convert it, `composer-fsdp2 checkpoint convert "
+            f"{shlex.quote(str(path))} DST --to sharded`, and load DST, with load_weights_only: "
+            "true."
+        )
     if path.is_dir():
-        if (path / METADATA).is_file():
-            return "sharded"
         shown = listed(sorted(item.name for item in path.iterdir()), quote="") or "nothing"
         raise CheckpointError(
             f"'{path}' is no checkpoint: the folder has no '{METADATA}' (it holds {shown}). A save "
@@ -182,8 +199,28 @@ def detect_kind(path: Path) -> Kind:
     )
 
 
+def deepspeed_folder(path: Path) -> Path | None:
+    """Returns the folder with the files of a DeepSpeed checkpoint that a path leads to, or None.
+
+    A path may be that folder, a file in it, or the folder above, with a file that names the tag.
+    """
+    if path.is_file() and _DEEPSPEED_FILE.search(path.name):
+        return path.parent
+    if not path.is_dir():
+        return None
+    if any(_DEEPSPEED_FILE.search(item.name) for item in path.iterdir()):
+        return path
+    for item in (path / "latest", path / "latest_universal"):
+        if item.is_file():
+            tag = item.read_text(errors="replace").strip()
+            if is_inside(tag) and tag.isprintable():
+                return path / tag
+    return None
+
+
 def files_of(path: Path) -> dict[str, int]:
     """Returns name -> bytes of the files of a checkpoint; empty if there is none."""
+    path = deepspeed_folder(path) or path
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return {item.name: item.stat().st_size for item in files if item.is_file()}
 

@@ -26,12 +26,15 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="""Look at, convert, verify and compare checkpoints: folders of shards and single files.
+Of DeepSpeed's checkpoints the weights are read.
 
 Nothing in a checkpoint is executed. `COMPOSER_FSDP2_TRUST` names paths for which it may be.
 """,
 )
 
-PathArgument = Annotated[Path, typer.Argument(help="Folder of shards, or file.", metavar="PATH")]
+_SOURCE = "Folder of shards, file, or folder of DeepSpeed."
+
+PathArgument = Annotated[Path, typer.Argument(help=_SOURCE, metavar="PATH")]
 
 
 @app.command(help="Show what a checkpoint holds. Exit code 1 if it is damaged or incomplete.")
@@ -57,7 +60,7 @@ The source stays as it is. DST must not exist, or be an empty folder; it appears
 """
 )
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of shards, or file.", metavar="SRC")],
+    source: Annotated[Path, typer.Argument(help=_SOURCE, metavar="SRC")],
     destination: Annotated[Path, typer.Argument(help="Folder or file.", metavar="DST")],
     to: Annotated[Literal["sharded", "full", "hf"], typer.Option(help="What to write.")],
     max_shard_size: Annotated[
@@ -78,22 +81,31 @@ def convert(
             "full only."
         ),
     ] = "saved",
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="What the names of weights begin with in the ComposerModel, model. for a "
+            "HuggingFaceModel; '' for names as they are; DeepSpeed only.",
+            show_default="model., if not all begin so",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Reads with checksums and writes under a temporary name."""
     import torch
 
     from composer_fsdp2.checkpoint.convert import convert_to_sharded, write_full
+    from composer_fsdp2.checkpoint.deepspeed import open_any_checkpoint
     from composer_fsdp2.checkpoint.huggingface import write_huggingface
-    from composer_fsdp2.checkpoint.source import open_checkpoint
     from composer_fsdp2.checkpoint.staging import check_destination
 
     with reported():
         _check_options(to, trained=weights == "trained", for_hf=bool(dtype or config))
-        max_bytes, remarks = _bytes(max_shard_size), list[str]()
+        max_bytes = _bytes(max_shard_size)
         try:
             check_destination(destination, folder=to != "full")
-            opened = open_checkpoint(source)
+            opened = open_any_checkpoint(source, prefix=prefix)
+            remarks = list(opened.remarks)
             with progress("Converting") as advance:
                 if to == "sharded":
                     convert_to_sharded(opened, destination, max_bytes, advance)
@@ -101,7 +113,7 @@ def convert(
                     write_full(opened, destination, advance, trained=weights == "trained")
                 else:
                     cast = None if dtype is None else getattr(torch, dtype)
-                    remarks = write_huggingface(
+                    remarks += write_huggingface(
                         opened, destination, max_bytes, advance, dtype=cast, config=config
                     )
         except KeyboardInterrupt:
@@ -157,8 +169,8 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compares tensors, and values of everything else."""
+    from composer_fsdp2.checkpoint.deepspeed import open_any_checkpoint
     from composer_fsdp2.checkpoint.describe import compare_checkpoints
-    from composer_fsdp2.checkpoint.source import open_checkpoint
 
     with reported():
         if not 0 <= tolerance < math.inf:
@@ -168,8 +180,8 @@ def diff(
             )
         with progress("Comparing") as advance:
             comparison = compare_checkpoints(
-                open_checkpoint(first),
-                open_checkpoint(second),
+                open_any_checkpoint(first),
+                open_any_checkpoint(second),
                 advance,
                 tolerance=tolerance,
                 weights=weights,
@@ -246,6 +258,8 @@ def _describe(facts: dict[str, Any]) -> Iterator[str]:
         yield f"  {'tied':12}{' = '.join(tie)}"
     for problem in facts["problems"]:
         yield f"  {'problem':12}{problem}"
+    for remark in facts["remarks"]:
+        yield f"  {'note':12}{remark}"
 
 
 def _differences(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from composer_fsdp2 import installed
 from composer_fsdp2.cli.main import app
+from tests.support.deepspeed import save
 from tests.support.models import TinyComposer
 from tests.support.parity import OPTIMIZERS, full
 from tests.support.training import (
@@ -78,6 +79,45 @@ def test_a_run_goes_on_from_the_other_kind(kind: str, tie: str, ranks: Any, tmp_
     run("convert", converted, tmp_path / "back", "--to", kind)
     resumed = ranks(2, _train, tmp_path / "back on", kind, tie, 10, tmp_path / "back")[0]
     assert largest_difference(resumed, whole) == 0.0
+
+
+# --- DeepSpeed. ---
+
+
+def _load_converted(path: Path) -> dict[str, torch.Tensor]:
+    """Collective: yes."""
+    model = composers(tiny("llama tied"))
+    for param in model.parameters():
+        param.data.zero_()
+    with installed():
+        trainer = trainer_for(
+            model,
+            ADAMW(model.parameters()),
+            Tokens(2 * 8),
+            {},
+            load_path=str(path),
+            load_weights_only=True,
+        )
+        loaded = weights(model)
+        trainer.fit()
+        trainer.close()
+    return loaded
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_run_begins_with_the_weights_that_deepspeed_trained(
+    kind: str, ranks: Any, tmp_path: Path
+):
+    trained = dict(tiny("llama tied").state_dict())
+    groups = [[name for name in trained if name != "lm_head.weight"]]
+    shared = {"lm_head.weight": "model.embed_tokens.weight"}
+    save(tmp_path / "in", trained, 3, 3, groups=groups, shared=shared)
+    run("convert", tmp_path / "in", tmp_path / "out", "--to", kind)
+    assert run("diff", tmp_path / "in", tmp_path / "out").startswith("Equal")
+    loaded = ranks(2, _load_converted, tmp_path / "out")[0]
+    wanted = {f"model.{name}": weight for name, weight in trained.items()}
+    assert loaded.keys() == wanted.keys()
+    assert largest_difference(loaded, wanted) == 0.0
 
 
 # --- Hugging Face. ---
