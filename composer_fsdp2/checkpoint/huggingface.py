@@ -90,6 +90,13 @@ def write_huggingface(
         return _write_adapters(source, destination, advance, values, dtype, config)
     settings, model_class, files = _stored(source, values) if config is None else _given(config)
     names = _names(source, _second_names(source, settings))
+    adapter = next((name for name in names if ".lora_" in name), None)
+    if adapter is not None:
+        raise CheckpointError(
+            f"'{source.path}' has adapters, such as '{adapter}', and no configuration of PEFT. "
+            "`from_pretrained` would find no weight under these names. Take the adapters that the "
+            "trainer wrote beside it, or write --to full."
+        )
     _check_dtypes(source, names)
     # Tensors on meta, to divide them into files before any is read.
     entries: dict[str, torch.Tensor] = {}

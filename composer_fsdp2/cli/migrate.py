@@ -168,6 +168,11 @@ def _migrate_config(
             f"'{output}' exists. Its content would be lost. Write another name, or --force."
         )
     try:
+        if config.is_dir():  # perhaps a checkpoint of DeepSpeed, which another command converts
+            from composer_fsdp2.checkpoint.source import deepspeed_folder, detect_kind
+
+            if deepspeed_folder(config) is not None:
+                detect_kind(config)
         text = config.read_bytes().decode()  # with the file's own ends of lines
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -6,7 +6,7 @@ import enum
 import math
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ _PLACES = {
 
 
 @contextmanager
-def stored(*others: type) -> Iterator[None]:
+def stored(*others: type) -> Generator[None]:
     """Lets `torch.save` write the classes under their names in DeepSpeed."""
     for module, kind in (*_PLACES.items(), *((kind.__module__, kind) for kind in others)):
         parts = module.split(".")
@@ -124,7 +124,7 @@ def save(
     module = {k: v if stage < 3 or k in buffers else empty for k, v in half.items()}
     with stored():
         for rank in range(world):
-            state = {
+            state: dict[str, Any] = {
                 "module": module,
                 "buffer_names": list(buffers),
                 "optimizer": None,
@@ -147,7 +147,7 @@ def save(
             if stage == 3 or rank == 0:
                 of_rank = f"zero_pp_rank_{rank}_" if stage == 3 else ""
                 torch.save(state, folder / f"{of_rank}{name}")
-            optimizer = {
+            optimizer: dict[str, Any] = {
                 "loss_scaler": LossScaler(),
                 "zero_stage": ZeroStageEnum(stage),
                 "partition_count": world if stage == 3 else [world] * len(groups),

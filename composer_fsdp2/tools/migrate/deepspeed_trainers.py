@@ -59,9 +59,9 @@ _TRAINING_KEYS = (
     *("tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "flops_profiler"),
     *("comms_logger", "memory_breakdown", "elasticity", "autotuning", "data_efficiency"),
     *("curriculum_learning", "progressive_layer_drop", "compression_training", "timers"),
-    *("sparse_attention", "dataloader_drop_last", "checkpoint", "compile", "nebula", "seed"),
+    *("sparse_attention", "dataloader_drop_last", "compile", "nebula", "seed"),
     *("checkpoint_engine", "data_post_process_func", "eigenvalue", "graph_harvesting"),
-    *("hybrid_engine", "load_universal_checkpoint", "quantize_training"),
+    *("hybrid_engine", "quantize_training"),
     *("use_node_local_storage", "vocabulary_size", "weight_quantization"),
     *("use_data_before_expert_parallelism", "max_train_batch_size", "prescale_gradients"),
 )
@@ -76,6 +76,15 @@ _JSON = (
             f"not about sharding: write `{key}` as LLM Foundry has it, where it is wanted",
         )
         for key in _TRAINING_KEYS
+    ),
+    *(
+        Row(
+            key,
+            CHANGES,
+            "not about sharding; `composer-fsdp2 checkpoint convert` reads the weights of a "
+            "checkpoint of DeepSpeed",
+        )
+        for key in ("checkpoint", "load_universal_checkpoint")
     ),
 )
 """DeepSpeed's own table where the whole of its file is replaced"""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from composer_fsdp2.checkpoint.deepspeed import open_any_checkpoint
@@ -183,13 +183,12 @@ def _add(name: str) -> Callable[[Path], None]:
     return lambda folder: torch.save({}, folder / name)
 
 
-def _change(name: str, key: str, value: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        state = torch.load(folder / name, weights_only=False)
-        state["optimizer_state_dict"][key] = value
-        torch.save(state, folder / name)
-
-    return change
+def _divide_differently(folder: Path) -> None:
+    file = folder / OPTIM.replace("rank_1", "rank_0")
+    with stored():
+        state = torch.load(file, weights_only=False)
+        state["optimizer_state_dict"]["partition_count"] = [2, 1]
+        torch.save(state, file)
 
 
 MODEL2 = "mp_rank_00_model_states.pt"
@@ -211,6 +210,7 @@ REFUSED = {
         _add("layer_0_expert_1_mp_rank_00_model_states.pt"),
         "layer_0_expert_1.* experts over ranks",
     ),
+    "groups of different ranks": (2, _divide_differently, "between different ranks"),
 }
 
 
@@ -227,8 +227,8 @@ def test_partitions_of_another_size_are_damage(stage: int, tmp_path: Path):
     weights = odd_weights()
     groups = [["embed.weight"], *ODD["groups"][1:]]
     shapes = [{name: weights[name].shape for name in group} for group in ODD["groups"]]
-    others = {"param_shapes": shapes}
-    save(tmp_path, weights, stage, 2, **{**ODD, "groups": groups}, others=others)
+    others: dict[str, Any] = {**ODD, "groups": groups, "others": {"param_shapes": shapes}}
+    save(tmp_path, weights, stage, 2, **others)
     with pytest.raises(CheckpointError, match="is damaged: ValueError"):
         open_any_checkpoint(tmp_path)
 
@@ -265,6 +265,13 @@ def test_a_load_says_how_to_convert_it(part: str, tmp_path: Path):
         open_checkpoint(tmp_path / part)
 
 
+def test_migrate_says_that_another_command_converts_it(tmp_path: Path):
+    save(tmp_path, odd_weights(), 2, 2, **ODD)
+    result = CliRunner().invoke(app, ["migrate", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "checkpoint convert" in result.output
+
+
 # --- Hugging Face. ---
 
 
@@ -283,3 +290,12 @@ def test_from_pretrained_loads_what_deepspeed_trained(stage: int, tmp_path: Path
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert_same(dict(loaded.state_dict()), weights)
+
+
+def test_adapters_without_their_configuration_are_no_folder_of_hugging_face(tmp_path: Path):
+    weights = {"base_model.model.lora_A.default.weight": torch.ones(2, 3), "b": torch.ones(1)}
+    save(tmp_path / "in", weights, 2, 2, groups=[list(weights)])
+    (tmp_path / "in" / "config.json").write_text("{}")
+    said = run("convert", tmp_path / "in", tmp_path / "out", "--to", "hf", code=2)
+    assert "no configuration of PEFT" in said
+    assert not (tmp_path / "out").exists()
