@@ -184,7 +184,9 @@ class DeepSpeedCheckpoint(Checkpoint):
             match = _FILE.fullmatch(item.name)
             if match is None or int(match[2]):
                 raise self._other_parallelism(f"has '{item.name}'")
-            found[match[3]][int(match[1] or 0)] = item
+            other = found[match[3]].setdefault(int(match[1] or 0), item)
+            if other != item:
+                raise self._mixed(f"has '{other.name}' and '{item.name}'")
         if not found["model"]:
             raise self._missing("mp_rank_00_model_states.pt")
         return found["model"], found["optim"]
@@ -202,11 +204,7 @@ class DeepSpeedCheckpoint(Checkpoint):
                 other = next(iter(files.values())).name
                 raise self._missing(re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", other))
         if len(files) > count:
-            raise CheckpointError(
-                f"'{self.folder}' was written by {count} ranks and has "
-                f"'{files[max(files)].name}'. Files of two saves are mixed, and weights of either "
-                "could be read. Remove those of the older one."
-            )
+            raise self._mixed(f"was written by {count} ranks and has '{files[max(files)].name}'")
         return [files[rank] for rank in range(count)]
 
     def _missing(self, name: str) -> CheckpointError:
@@ -214,6 +212,12 @@ class DeepSpeedCheckpoint(Checkpoint):
             f"'{self.folder}' is incomplete: '{name}' is missing. Weights are in there, or what "
             "says where they are. Copy the files of all ranks into that folder, or take another "
             "checkpoint."
+        )
+
+    def _mixed(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"'{self.folder}' {what}. Files of two saves are mixed, and weights of either could be "
+            "read. Remove those of the older save."
         )
 
     def _other_parallelism(self, what: str) -> CheckpointError:
@@ -234,11 +238,6 @@ class DeepSpeedCheckpoint(Checkpoint):
             raise self._other_parallelism("was not divided by ZeRO alone")
         shapes = model.get("param_shapes") or []
         shapes = [shapes] if isinstance(shapes, Mapping) else shapes
-        if stage3:
-            count = int(model["dp_world_size"])
-            files = self._complete(models, count)
-            if model.get("frozen_param_shapes"):
-                states += [self._load(file) for file in files[1:]]
         trained: dict[str, _Weight] = {}
         if (self.folder / "zero").is_dir():
             self.kind = "deepspeed universal"
@@ -253,6 +252,10 @@ class DeepSpeedCheckpoint(Checkpoint):
                 "There are no partitions of fp32 weights, so the weights are those that the model "
                 "computed with, in their dtype.",
             )
+        if stage3:
+            files = self._complete(models, self.world_size or 1 + max(models))
+            if model.get("frozen_param_shapes"):
+                states += [self._load(file) for file in files[1:]]
         return _combined(states, trained, stage3)
 
     def _universal(self, name: str, shape: Sequence[int]) -> _Weight:
@@ -380,7 +383,8 @@ def _combined(
     for name, owner in (model.get("shared_params") or {}).items():
         if owner in weights:
             weights[name] = weights[owner]
-    absent = [name for name in module if name not in weights and stage3]
+    tensors = [name for name, value in module.items() if isinstance(value, torch.Tensor)]
+    absent = [name for name in tensors if name not in weights]
     if absent:
         raise ValueError(f"'{absent[0]}' is in no partition")
     return {name: weights[name] for name in dict.fromkeys((*module, *weights)) if name in weights}

@@ -260,7 +260,7 @@ class FolderCheckpoint(Checkpoint):
         files: name -> bytes that the file has at least.
     """
 
-    kind: Kind = "sharded"
+    kind = "sharded"
 
     def __init__(self, path: Path, *, incomplete: bool = False) -> None:
         self.path = path
@@ -503,7 +503,7 @@ class FileCheckpoint(Checkpoint):
         values: everything, nested as in the file.
     """
 
-    kind: Kind = "full"
+    kind = "full"
 
     def __init__(self, path: Path) -> None:
         self.path = path

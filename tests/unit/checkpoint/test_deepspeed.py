@@ -203,6 +203,7 @@ REFUSED = {
     "no model states": (2, _remove(MODEL2), f"'{MODEL2}' is missing"),
     "nothing": (2, shutil.rmtree, f"'{MODEL2}' is missing"),
     "a rank too many": (2, _add(OPTIM.replace("rank_1", "rank_7")), "rank_7.*Remove those of the"),
+    "two stages": (3, _add(MODEL2), f"has '{MODEL2}' and 'zero_pp_rank_0.*Remove those of the"),
     "tensor parallel": (2, _add("mp_rank_01_model_states.pt"), "mp_rank_01.* tensor or pipeline"),
     "pipeline": (2, _add("layer_00-model_00-model_states.pt"), "layer_00.* tensor or pipeline"),
     "experts": (
