@@ -21,6 +21,7 @@ from composer_fsdp2.checkpoint.source import (
     FolderCheckpoint,
     TensorEntry,
     Way,
+    deepspeed_folder,
     files_of,
 )
 from composer_fsdp2.config.messages import shortened
@@ -90,8 +91,12 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
     except CheckpointError as error:
         if not path.exists():
             raise
-        if path.is_file() or (path / METADATA).is_file():
-            found["kind"] = "full" if path.is_file() else "sharded"
+        if (path / METADATA).is_file():
+            found["kind"] = "sharded"
+        elif deepspeed_folder(path) is not None:
+            found["kind"] = "deepspeed"
+        elif path.is_file():
+            found["kind"] = "full"
         found["problems"].append(str(error))
         return found
     found["kind"] = source.kind

@@ -221,6 +221,8 @@ def test_what_cannot_be_read_is_refused(case: str, tmp_path: Path):
     change(save(tmp_path, odd_weights(), stage, 3 if case == "a rank too many" else 2, **ODD))
     with pytest.raises(CheckpointError, match=message):
         open_any_checkpoint(tmp_path)
+    facts = json.loads(run("inspect", tmp_path, "--json", code=1))
+    assert (facts["kind"], len(facts["problems"])) == ("deepspeed", 1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
