@@ -6,6 +6,7 @@ the end; here memory does not depend on the size of the checkpoint.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import mmap
@@ -106,6 +107,9 @@ def convert_to_sharded(
                     file = files.enter_context((folder / name).open("wb"))
                 start = file.tell()
                 torch.save(value, file)
+                # It leaves a cycle that keeps the piece, a class of its own for each call:
+                # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/serialization.py#L1206
+                gc.collect(1)
                 places[index] = storage_info(name, start, file.tell() - start)
             advance(source.tensors[key].size_bytes if key in source.tensors else 0, total)
         files.close()
