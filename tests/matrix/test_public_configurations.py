@@ -49,7 +49,8 @@ def sequence(degree: int, method: str) -> dict[str, Any]:
 
 BF16, FP16 = {"precision": "amp_bf16"}, {"precision": "amp_fp16"}
 FP32 = {"precision": "fp32"}
-ROLL = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+SAVED = {"async_save": True}
+ROLL = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, **SAVED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -717,7 +718,7 @@ actor_infer:
             place="actor_train.strategy_args",
             fsdp2={
                 "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "float32"},
-                **{SHARD: 16, REPLICATE: -1, **AUTO, AC: True, **sequence(2, "ulysses")},
+                **{SHARD: 16, REPLICATE: -1, **AUTO, AC: True, **sequence(2, "ulysses"), **SAVED},
             },
             beside=clipped(0.5),
             ranks=32,

@@ -10,6 +10,36 @@ from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.migrate.report import Dialect, Entry, Report
 from tests.support.data_folder import CONFIGS
 
+COUNTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("batch", "microbatch", "accumulation", "evaluated"), (4,)),
+    "steps": (500, -1),
+    "epochs": (3, 1.5),
+    "folder": ("out",),
+    **dict.fromkeys(("saves", "evaluates"), (500, 0.1)),
+    "saved": ("steps", "epoch", "no", "best"),
+    "evaluation": ("steps", "epoch", "no"),
+    "kept": (0, 2),
+    "weights": (False, True),
+    "logs": (10, 0.1, 0),
+    "seed": (3,),
+    "rate": (2e-5,),
+    "decay": (0.1,),
+    "beta1": (0.9,),
+    "beta2": (0.95,),
+    "epsilon": (1e-8,),
+    "method": ("adamw_torch", "adafactor"),
+    "warmup": (20, 0.1, 0),
+    "warmed part": (0.03, 0),
+    "schedule": ("cosine", "polynomial"),
+    "frozen": ("vision_tower",),
+}
+"""a value for each row of what a key counts"""
+
+
+def counted(keys: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """Keys of a dialect's counts with values that reach each of their rows."""
+    return [(key, value) for key, name in keys.items() for value in (*COUNTED[name], None)]
+
 
 def files(pattern: str) -> list[Path]:
     """Configurations of `tests/data/configs`; without one there is nothing to test.

@@ -13,6 +13,7 @@ from composer_fsdp2.tools.migrate.accelerate import (
     has_fsdp_block,
     per_node,
 )
+from composer_fsdp2.tools.migrate.counts import TRAINING, count_rows, finish_counts
 from composer_fsdp2.tools.migrate.report import (
     CHANGES,
     CONVERTED,
@@ -191,6 +192,7 @@ _ARGUMENTS = (
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
     *clipping_rows("max_grad_norm"),
+    *count_rows(TRAINING),
     *under(_DISTRIBUTED, _LOADING),
 )
 
@@ -227,6 +229,7 @@ def _finish(context: Context) -> None:
             )
     blocks = ("config.mixed_precision_policy", f"{_DISTRIBUTED}.mixed_precision")
     add_precision(context, ("bf16", "fp16", *blocks), "the Trainer of transformers")
+    finish_counts(context, TRAINING)
 
 
 def _finish_experts(entries: Mapping[str, Entry]) -> None:

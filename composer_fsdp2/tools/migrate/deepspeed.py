@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from composer_fsdp2.tools.migrate.counts import (
+    DEEPSPEED_KEYS,
+    count_rows,
+    finish_counts,
+    optimizer_rows,
+)
 from composer_fsdp2.tools.migrate.report import (
     CHANGES,
     CONVERTED,
@@ -409,6 +415,36 @@ _ROWS = (
     ),
 )
 
+_TRAINING_KEYS = (
+    *("scheduler", "wall_clock_breakdown", "dump_state"),
+    *("tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "flops_profiler"),
+    *("comms_logger", "memory_breakdown", "elasticity", "autotuning", "data_efficiency"),
+    *("curriculum_learning", "progressive_layer_drop", "compression_training", "timers"),
+    *("sparse_attention", "dataloader_drop_last", "compile", "nebula"),
+    *("checkpoint_engine", "data_post_process_func", "eigenvalue", "graph_harvesting"),
+    *("hybrid_engine", "quantize_training"),
+    *("use_node_local_storage", "vocabulary_size", "weight_quantization"),
+    *("use_data_before_expert_parallelism", "max_train_batch_size", "prescale_gradients"),
+)
+"""keys about training that neither count nor shard"""
+_TRAINING_ROWS = (
+    *count_rows(DEEPSPEED_KEYS, ("auto", None)),
+    *optimizer_rows("optimizer"),
+    *(
+        Row(key, CHANGES, "not about sharding: write it as LLM Foundry has it, where it is wanted")
+        for key in ("optimizer", *_TRAINING_KEYS)
+    ),
+    *(
+        Row(
+            key,
+            CHANGES,
+            "not about sharding; `composer-fsdp2 checkpoint convert` reads the weights of a "
+            "checkpoint of DeepSpeed",
+        )
+        for key in ("checkpoint", "load_universal_checkpoint")
+    ),
+)
+
 
 def _site(data: Mapping[str, Any], _: Path) -> Site | None:
     blocks = [data.get(name) for name in ("bf16", "bfloat16", "fp16", "amp")]
@@ -424,11 +460,19 @@ def _site(data: Mapping[str, Any], _: Path) -> Site | None:
     ):
         return None
     switch = {_ZERO: _SWITCH} if isinstance(data.get(_ZERO), bool) else {}
+    # LLM Foundry has blocks of these names too, with a name in place of a type.
+    others = {
+        key
+        for key in ("optimizer", "scheduler")
+        if not (isinstance(block := data.get(key), Mapping) and "type" in block)
+    }
+    rows |= first_keys(_TRAINING_ROWS) - others
     return Site((), {key: key for key in data if key in rows} | switch)
 
 
 def _finish(context: Context) -> None:
     finish_deepspeed(context, "", {})
+    finish_counts(context, DEEPSPEED_KEYS)
     add_precision(context, PRECISION_SWITCHES, "DeepSpeed")
 
 
@@ -486,4 +530,11 @@ def join_offloads(entries: Collection[Entry]) -> None:
         entry.become(CHANGES, ALL_MOVES)
 
 
-DEEPSPEED = Dialect("deepspeed", "DeepSpeed ZeRO", _site, _ROWS, finish=_finish, nested=False)
+DEEPSPEED = Dialect(
+    "deepspeed",
+    "DeepSpeed ZeRO",
+    _site,
+    (*_ROWS, *_TRAINING_ROWS),
+    finish=_finish,
+    nested=False,
+)

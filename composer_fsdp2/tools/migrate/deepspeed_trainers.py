@@ -17,6 +17,12 @@ from composer_fsdp2.tools.migrate.accelerate import (
     launchers_site,
 )
 from composer_fsdp2.tools.migrate.arguments import CHECKPOINTING_ROWS, PRECISION_ROWS
+from composer_fsdp2.tools.migrate.counts import (
+    DEEPSPEED_KEYS,
+    TRAINING,
+    count_rows,
+    finish_counts,
+)
 from composer_fsdp2.tools.migrate.deepspeed import (
     ALL_MOVES,
     DEEPSPEED,
@@ -53,43 +59,6 @@ _FILE = "config.deepspeed_config_file"
 _ARGUMENT = "deepspeed"
 _STRATEGY = "strategy_config"
 
-_TRAINING_KEYS = (
-    *("optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu"),
-    *("gradient_accumulation_steps", "steps_per_print", "wall_clock_breakdown", "dump_state"),
-    *("tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "flops_profiler"),
-    *("comms_logger", "memory_breakdown", "elasticity", "autotuning", "data_efficiency"),
-    *("curriculum_learning", "progressive_layer_drop", "compression_training", "timers"),
-    *("sparse_attention", "dataloader_drop_last", "compile", "nebula", "seed"),
-    *("checkpoint_engine", "data_post_process_func", "eigenvalue", "graph_harvesting"),
-    *("hybrid_engine", "quantize_training"),
-    *("use_node_local_storage", "vocabulary_size", "weight_quantization"),
-    *("use_data_before_expert_parallelism", "max_train_batch_size", "prescale_gradients"),
-)
-"""keys of DeepSpeed that are about training and not about sharding"""
-
-_JSON = (
-    *DEEPSPEED.rows,
-    *(
-        Row(
-            key,
-            CHANGES,
-            f"not about sharding: write `{key}` as LLM Foundry has it, where it is wanted",
-        )
-        for key in _TRAINING_KEYS
-    ),
-    *(
-        Row(
-            key,
-            CHANGES,
-            "not about sharding; `composer-fsdp2 checkpoint convert` reads the weights of a "
-            "checkpoint of DeepSpeed",
-        )
-        for key in ("checkpoint", "load_universal_checkpoint")
-    ),
-)
-"""DeepSpeed's own table where the whole of its file is replaced"""
-
-
 # --- Accelerate: `distributed_type: DEEPSPEED`. ---
 
 
@@ -108,11 +77,7 @@ _PLUGIN = (
     *_offload("optimizer", STATE_MOVES, STATE_ON_CPU),
     *_offload("param", ALL_MOVES, {"cpu_offload": True}),
     *(row for row in DEEPSPEED.rows if row.key == "gradient_clipping"),
-    Row(
-        "gradient_accumulation_steps",
-        NOT_NEEDED,
-        "`global_train_batch_size` and `device_train_microbatch_size` say it",
-    ),
+    *count_rows({"gradient_accumulation_steps": "accumulation"}, ("auto", None)),
     Row(
         "zero3_init_flag",
         NOT_NEEDED,
@@ -198,6 +163,8 @@ def _finish_accelerate(context: Context) -> None:
         join_offloads(context.entries.values())
         if "config.zero_stage" not in context.entries and file is None:
             context.add("Accelerate's default is stage 2", reshard_after_forward=False)
+    counts = {"config.gradient_accumulation_steps": "accumulation"}
+    finish_counts(context, counts | {f"{_FILE}.{k}": v for k, v in DEEPSPEED_KEYS.items()})
     if file is None or not file.is_open:
         switches = tuple(f"{_FILE}.{key}" for key in PRECISION_SWITCHES)
         add_precision(context, ("mixed_precision", *switches), "Accelerate")
@@ -211,7 +178,7 @@ ACCELERATE_DEEPSPEED = Dialect(
         *_LAUNCHER,
         *under("degrees", _DEGREES),
         *under("config", _PLUGIN),
-        *under(_FILE, _JSON),
+        *under(_FILE, DEEPSPEED.rows),
     ),
     finish=_finish_accelerate,
     ranks=find_ranks,
@@ -224,6 +191,7 @@ ACCELERATE_DEEPSPEED = Dialect(
 
 
 _AROUND = (
+    *count_rows(TRAINING),
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
     Row(
@@ -265,13 +233,14 @@ def _finish_arguments(context: Context) -> None:
         finish_deepspeed(context, f"{_ARGUMENT}.", filled)
         switches = (f"{_ARGUMENT}.{key}" for key in PRECISION_SWITCHES)
         add_precision(context, ("bf16", "fp16", *switches), "the Trainer of transformers")
+    finish_counts(context, TRAINING | {f"{_ARGUMENT}.{k}": v for k, v in DEEPSPEED_KEYS.items()})
 
 
 ARGUMENTS_DEEPSPEED = Dialect(
     "huggingface-deepspeed",
     "Hugging Face TrainingArguments with DeepSpeed",
     _arguments_site,
-    (*_AROUND, *under(_ARGUMENT, _JSON)),
+    (*_AROUND, *under(_ARGUMENT, DEEPSPEED.rows)),
     finish=_finish_arguments,
     files=frozenset({_ARGUMENT}),
 )

@@ -37,6 +37,7 @@ from composer_fsdp2.tools.migrate.report import (
     Row,
     Site,
     settings_for,
+    value_at,
 )
 from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
 from composer_fsdp2.tools.migrate.signs import check_is_converted, foreign_sign, sharding_in
@@ -59,6 +60,24 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 """In the order in which they are tried."""
 
+_OF_RUNS = frozenset(
+    {
+        dialect.name
+        for dialect in (composer.MIXED, composer.FSDP_VERSION_2, composer.FSDP1, composer.FSDP2)
+    }
+)
+"""dialects whose files are runs of LLM Foundry"""
+_NEEDED = {
+    "model": "{name: hf_causal_lm, pretrained_model_name_or_path: NAME}",
+    "tokenizer": "{name: NAME}",
+    "max_seq_len": "2048",
+    "train_loader": "{name: finetuning, dataset: {hf_name: NAME, split: train}}",
+    "global_train_batch_size": "64",
+    "max_duration": "1ep",
+    "optimizer": "{name: decoupled_adamw, lr: 1.0e-5}",
+    "scheduler": "{name: linear_decay_with_warmup, t_warmup: 0ba}",
+}
+"""keys that a run of LLM Foundry cannot do without, each with a value to begin with"""
 _JOB = "parameters"
 """where the platform's own files hold the run they start"""
 _BYTE_ORDER_MARK = "\ufeff"
@@ -129,7 +148,10 @@ def migrate(
             f"effect.{hint} Write a key of the report, or fsdp2.NAME for a setting of the new file."
         )
     written = (_BYTE_ORDER_MARK if mark else "") + (text if new is document else new.text)
-    return Report(spoken.name, spoken.title, tuple(entries), written, _remarks(sites))
+    remarks = _remarks(results)
+    if sites and spoken.name not in _OF_RUNS:
+        remarks += _lacking(new.data, sites)
+    return Report(spoken.name, spoken.title, tuple(entries), written, remarks)
 
 
 @dataclass(slots=True)
@@ -457,13 +479,30 @@ def _resolve(document: Document) -> dict[str, Any]:
     return resolved((), data)
 
 
-def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:
+def _remarks(results: Sequence[tuple[Site, list[Entry]]]) -> tuple[str, ...]:
     """Says where the new settings have to go if they are not where LLM Foundry reads them."""
-    target = ".".join(Site((), {}).wrapper)
-    run_sites = (site for site in sites if site.parent[:1] != (_JOB,))
-    return tuple(
-        f"The new settings stand at '{place}'. LLM Foundry and `composer-fsdp2 train` read "
-        f"'{target}' at the top of a run: move them there."
-        for place in (".".join((*site.parent, *site.wrapper)) for site in run_sites)
-        if place != target
+    target, remarks = ".".join(Site((), {}).wrapper), list[str]()
+    for site, entries in results:
+        place = ".".join((*site.parent, *site.wrapper))
+        if place == target or site.parent[:1] == (_JOB,):
+            continue
+        beside = dict.fromkeys(f"`{name}`" for entry in entries for name in entry.beside)
+        with_them = f", with {', '.join(beside)} beside them" if beside else ""
+        remarks.append(
+            f"The new settings stand at '{place}'{with_them}. LLM Foundry and `composer-fsdp2 "
+            f"train` read '{target}' at the top of a run: move them there."
+        )
+    return tuple(remarks)
+
+
+def _lacking(data: Mapping[str, Any], sites: Sequence[Site]) -> tuple[str, ...]:
+    """Says which keys a run of LLM Foundry needs beside those of a file of another trainer."""
+    present = {*data, *(key for site in sites for key in value_at(data, site.parent) or ())}
+    lacking = [f"`{key}: {value}`" for key, value in _NEEDED.items() if key not in present]
+    if not lacking:
+        return ()
+    return (
+        f"A run of LLM Foundry needs what this file does not say: write {', '.join(lacking)}. Keys "
+        "of the old trainer that are left as written belong under `variables`, or go. "
+        "`composer-fsdp2 doctor` says whether the run is complete.",
     )

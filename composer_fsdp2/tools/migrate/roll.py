@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from composer_fsdp2.config.wrapping import DTYPES
+from composer_fsdp2.tools.migrate.counts import TRAINING, count_rows, finish_counts
 from composer_fsdp2.tools.migrate.report import (
     CHANGES,
     CONVERTED,
@@ -34,7 +36,7 @@ from composer_fsdp2.tools.migrate.shared_rows import (
     wrap_classes,
 )
 
-__all__ = ["ROLL"]
+__all__ = ["COUNTS", "ROLL"]
 
 _OFF = (False, None)
 _BLOCKS, _EXPERTS = "wrap_policy.transformer_layer_cls_to_wrap", "wrap_policy.moe_experts"
@@ -192,7 +194,30 @@ _ROWS = (
 )
 
 
+# Others of its `training_args` are the pipeline's, or have no effect.
+_COUNTED = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"),
+    *("num_train_epochs", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "warmup_steps", "warmup_ratio", "lr_scheduler_type"),
+)
+COUNTS = {
+    **{f"training_args.{key}": TRAINING[key] for key in _COUNTED},
+    "infer_batch_size": "evaluated",
+    "model_args.freeze_module_prefix": "frozen",
+}
+_STEP = (
+    "a step of the pipeline is rollout_batch_size x num_return_sequences x ppo_epochs / "
+    "`global_train_batch_size` batches (`ba`) of Composer: write `{}` in those"
+)
+_OF_PIPELINE = {
+    "max_steps": "max_duration",
+    "save_steps": "save_interval",
+    "eval_steps": "eval_interval",
+    "logging_steps": "console_log_interval",
+}
+
 _AROUND = (
+    *count_rows(COUNTS),
     *sequence_rows("model_args.ulysses_size", method="ulysses"),
     *checkpointing_rows("model_args.disable_gradient_checkpointing", on=False),
     *clipping_rows("training_args.max_grad_norm"),
@@ -228,8 +253,18 @@ def _finish_experts(context: Context) -> None:
     patch.become(CONVERTED, reason, unused_parameters=False)
 
 
+def _ranks(context: Context) -> int | None:
+    """Returns the number of GPUs that the role is given."""
+    given = context.around("device_mapping")[1]
+    if isinstance(given, list):
+        return len(given)
+    numbers = re.fullmatch(r"list\(range\((?:(\d+),)?(\d+)\)\)", str(given).replace(" ", ""))
+    return int(numbers[2]) - int(numbers[1] or 0) if numbers else None
+
+
 def _finish(context: Context) -> None:
     _finish_experts(context)
+    finish_counts(context, COUNTS, _ranks(context), around=True)
     if context.value("async_save_ckpt") is None:
         context.add("ROLL saves beside training unless a file says otherwise", async_save=True)
     tiled, shards = context.entries.get("apply_tiled_mlp"), context.value("tiled_num_shards")
@@ -269,11 +304,8 @@ ROLL = Dialect(
             ("megatron_train", "megatron_infer"),
             options=("leave it to that engine, or give it settings of FSDP first",),
         ),
-        Row(
-            "*.freeze_module_prefix",
-            KEPT,
-            "frozen parameters are sharded like the others; freezing stays with the trainer",
-        ),
+        *(Row(key, CHANGES, _STEP.format(name)) for key, name in _OF_PIPELINE.items()),
+        Row("output_dir", CHANGES, "write `save_folder`, where checkpoints are saved"),
     ),
     _AROUND,
     _finish,

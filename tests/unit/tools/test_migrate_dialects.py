@@ -12,15 +12,17 @@ from omegaconf import OmegaConf
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.tools.migrate.accelerate import ACCELERATE
 from composer_fsdp2.tools.migrate.arguments import TRAINING_ARGUMENTS
+from composer_fsdp2.tools.migrate.counts import DEEPSPEED_KEYS, TRAINING
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.tools.migrate.document import Document, dump
 from composer_fsdp2.tools.migrate.engine import DIALECTS, migrate
 from composer_fsdp2.tools.migrate.report import Dialect, Report, Status
-from composer_fsdp2.tools.migrate.roll import ROLL
+from composer_fsdp2.tools.migrate.roll import COUNTS, ROLL
 from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
 from composer_fsdp2.tools.migrate.signs import foreign_sign
 from tests.support.migrating import (
     check_stable,
+    counted,
     entry_of,
     files,
     missing,
@@ -246,7 +248,7 @@ MODEL_ARGS = [
     ("ulysses_size", 1, NOT),
     ("ulysses_size", 2, C),
     ("ulysses_size", "many", DEC),
-    ("freeze_module_prefix", "v", K),
+    ("freeze_module_prefix", "v", C),
 ]
 Z = "zero_optimization"
 GATHERED = [
@@ -367,6 +369,7 @@ ALWAYS = [
     for row in DEEPSPEED.rows
     if any(w in row.reason for w in ("no buckets", "loss scal", "own engine"))
 ]
+FOR_TRAINING = [row.key for row in DEEPSPEED.rows if "write it as LLM Foundry" in row.reason]
 
 
 def nested(key, value):
@@ -701,7 +704,8 @@ def test_settings_of_training_arguments_in_a_file():
 def test_nested_settings_have_to_be_moved():
     nested_report = in_arguments("fsdp", "full_shard auto_wrap")
     assert "'training.parallelism_config.fsdp2'" in nested_report.remarks[0]
-    assert not at_top("mixed_precision", "bf16").remarks
+    (lacking,) = at_top("mixed_precision", "bf16").remarks
+    assert "write `model: {" in lacking
 
 
 @pytest.mark.table(
@@ -728,6 +732,7 @@ def reports_of(dialect: Dialect) -> list[Report]:
     if dialect is TRAINING_ARGUMENTS:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
         reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+        reports += [in_arguments(key, value) for key, value in counted(TRAINING)]
         return reports + [in_loading(**{key: value}) for key, value, *_ in LOADING]
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
@@ -739,9 +744,17 @@ def reports_of(dialect: Dialect) -> list[Report]:
             "max_grad_norm": 0,
         }
         reports.append(migrate_data({"strategy_config": {"fsdp_size": 4}, **off}))
+        around = [nested(key, value) for key, value in counted(COUNTS)]
+        around += [{row.key: 5} for row in ROLL.outside if row.key[:2] != "*."]
+        reports += [migrate_data({"strategy_config": {"fsdp_size": 4}} | data) for data in around]
         return [*reports, migrate(OTHER_ENGINE), migrate(AROUND_ROLL)]
     reports = [in_deepspeed(key, value) for key, value, *_ in DEEP]
     reports += [in_deepspeed(key, 5) for key in ALWAYS]
+    reports += [in_deepspeed(key, value) for key, value in counted(DEEPSPEED_KEYS)]
+    adam = {"type": "AdamW", "params": {"lr": 2e-5}}
+    reports += [in_deepspeed("optimizer", adam), in_deepspeed("optimizer", {"type": "Lamb"})]
+    typed = ({key: {"type": "x"}} for key in FOR_TRAINING)
+    reports += [migrate_data(data | {Z: {"stage": 2}}) for data in typed]
     reports += [migrate_data({Z: {"stage": 2}, **data}) for data in (AUTOCAST, STATIC)]
     return reports + [migrate_data({Z: value}) for value, *_ in SWITCHED]
 
@@ -806,7 +819,7 @@ def test_every_role_of_roll_is_migrated_and_other_engines_are_left():
     frozen = new.reference.strategy_args.parallelism_config.fsdp2.mixed_precision
     assert frozen == {"param_dtype": "fp16", "reduce_dtype": "fp32"}
     assert new.actor_infer.strategy_args.strategy_config == {"block_size": 16}
-    assert len(report.remarks) == 2
+    assert len(report.remarks) == 3
     check_stable(report)
 
 

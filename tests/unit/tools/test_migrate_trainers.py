@@ -125,7 +125,7 @@ PLUGIN_CASES = [
     *(("offload_param_device", device) for device in ("none", "cpu", "nvme")),
     *((f"offload_{part}_nvme_path", "/x") for part in ("optimizer", "param")),
     *(("gradient_clipping", value) for value in (0, 1.0, "auto")),
-    ("gradient_accumulation_steps", 4),
+    *(("gradient_accumulation_steps", value) for value in (4, "auto")),
     ("zero3_init_flag", True),
     *(("zero3_save_16bit_model", value) for value in (True, False)),
     *((f"{owner}_cls_names", "A") for owner in ("deepspeed_moe_layer", "transformer_moe")),
