@@ -116,7 +116,11 @@ def migrate(
         refused = [*is_open, Status.CHANGES] if strict else is_open
         if output is not None and not check and not as_json:
             again = f"composer-fsdp2 migrate {config} -o {output} --force --set KEY=VALUE"
-            goes_on = f"composer-fsdp2 parity {config} {output}"
+            from composer_fsdp2.tools.migrate.engine import OF_RUNS
+
+            is_run = report.dialect in OF_RUNS
+            check_it = f"parity {config} {output}" if is_run else f"doctor {output}"
+            goes_on = f"composer-fsdp2 {check_it}"
             typer.echo(f"\nNext: {again if report.having(*is_open) else goes_on}")
         raise typer.Exit(ExitCode.FAILED if report.having(*refused) else ExitCode.OK)
 

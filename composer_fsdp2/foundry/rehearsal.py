@@ -64,6 +64,7 @@ from composer_fsdp2.foundry.findings import Findings, findings_of
 from composer_fsdp2.foundry.names import NAME, refuse_unknown, wrong_kinds
 from composer_fsdp2.foundry.offline_model import fuse_attention, offline_config, without_flash
 from composer_fsdp2.foundry.registered import register, register_names
+from composer_fsdp2.foundry.run_file import NEEDED
 from composer_fsdp2.parallel.parallelism import GroupSizes, Parallelism
 from composer_fsdp2.patches import engine
 from composer_fsdp2.plan.unit_size import frozen_elements
@@ -178,6 +179,9 @@ def _read_config(
             run = OmegaConf.create(plain)
     with rehearsal.step("The configuration"):
         container: Any = OmegaConf.to_container(cfg, resolve=True)
+        # LLM Foundry names the first key that is missing, and not what it may hold.
+        for key in (key for key in NEEDED if key not in container):
+            rehearsal.add(f"The run has no `{key}`.", f"Write `{key}: {NEEDED[key]}`, or your own.")
         refuse_unknown(container)  # a missing key may be misspelt
     return None
 

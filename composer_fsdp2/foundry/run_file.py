@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 __all__ = [
+    "NEEDED",
     "check_installed",
     "check_named",
     "check_ranks",
@@ -30,6 +31,17 @@ __all__ = [
     "without_mistakes",
 ]
 
+NEEDED = {
+    "model": "{name: hf_causal_lm, pretrained_model_name_or_path: NAME}",
+    "tokenizer": "{name: NAME}",
+    "max_seq_len": "2048",
+    "train_loader": "{name: finetuning, dataset: {hf_name: NAME, split: train}}",
+    "global_train_batch_size": "64",
+    "max_duration": "1ep",
+    "optimizer": "{name: decoupled_adamw, lr: 1.0e-5}",
+    "scheduler": "{name: linear_decay_with_warmup, t_warmup: 0ba}",
+}
+"""keys that a run of LLM Foundry cannot do without, each with a value to begin with"""
 _BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
 _INSIDE = "parameters"
 """where a job file of the platform holds the run that it starts"""

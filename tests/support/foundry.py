@@ -27,6 +27,7 @@ __all__ = [
     "FSDP2",
     "MODEL",
     "PRELOAD",
+    "VOCAB",
     "Told",
     "llama",
     "loader_of",

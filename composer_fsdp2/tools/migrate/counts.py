@@ -378,7 +378,8 @@ def finish_counts(
             "name": name,
             "t_warmup": f"{warmup}dur" if 0 < warmup < 1 else f"{int(warmup)}ba",
         }
-        _add(context, "how the learning rate rises and falls", scheduler=block)
+        reason = "how the learning rate rises and falls, one batch later than in other trainers"
+        _add(context, reason, scheduler=block)
 
 
 def _add(context: Context, reason: str, **beside: Any) -> None:

@@ -12,6 +12,7 @@ from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.foundry.findings import findings_of
+from composer_fsdp2.foundry.run_file import NEEDED
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.tools.migrate import (
     accelerate,
@@ -42,7 +43,7 @@ from composer_fsdp2.tools.migrate.report import (
 from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
 from composer_fsdp2.tools.migrate.signs import check_is_converted, foreign_sign, sharding_in
 
-__all__ = ["DIALECTS", "migrate"]
+__all__ = ["DIALECTS", "OF_RUNS", "migrate"]
 
 DIALECTS: Mapping[str, Dialect] = {
     dialect.name: dialect
@@ -60,24 +61,13 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 """In the order in which they are tried."""
 
-_OF_RUNS = frozenset(
+OF_RUNS = frozenset(
     {
         dialect.name
         for dialect in (composer.MIXED, composer.FSDP_VERSION_2, composer.FSDP1, composer.FSDP2)
     }
 )
 """dialects whose files are runs of LLM Foundry"""
-_NEEDED = {
-    "model": "{name: hf_causal_lm, pretrained_model_name_or_path: NAME}",
-    "tokenizer": "{name: NAME}",
-    "max_seq_len": "2048",
-    "train_loader": "{name: finetuning, dataset: {hf_name: NAME, split: train}}",
-    "global_train_batch_size": "64",
-    "max_duration": "1ep",
-    "optimizer": "{name: decoupled_adamw, lr: 1.0e-5}",
-    "scheduler": "{name: linear_decay_with_warmup, t_warmup: 0ba}",
-}
-"""keys that a run of LLM Foundry cannot do without, each with a value to begin with"""
 _JOB = "parameters"
 """where the platform's own files hold the run they start"""
 _BYTE_ORDER_MARK = "\ufeff"
@@ -149,7 +139,7 @@ def migrate(
         )
     written = (_BYTE_ORDER_MARK if mark else "") + (text if new is document else new.text)
     remarks = _remarks(results)
-    if sites and spoken.name not in _OF_RUNS:
+    if sites and spoken.name not in OF_RUNS:
         remarks += _lacking(new.data, sites)
     return Report(spoken.name, spoken.title, tuple(entries), written, remarks)
 
@@ -498,7 +488,7 @@ def _remarks(results: Sequence[tuple[Site, list[Entry]]]) -> tuple[str, ...]:
 def _lacking(data: Mapping[str, Any], sites: Sequence[Site]) -> tuple[str, ...]:
     """Says which keys a run of LLM Foundry needs beside those of a file of another trainer."""
     present = {*data, *(key for site in sites for key in value_at(data, site.parent) or ())}
-    lacking = [f"`{key}: {value}`" for key, value in _NEEDED.items() if key not in present]
+    lacking = [f"`{key}: {value}`" for key, value in NEEDED.items() if key not in present]
     if not lacking:
         return ()
     return (

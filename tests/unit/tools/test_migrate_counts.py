@@ -6,7 +6,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from composer.core import State
+from composer.devices import DeviceCPU
+from composer.optim import DecoupledAdamW
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from composer_fsdp2.tools.migrate.document import dump
 from composer_fsdp2.tools.migrate.engine import migrate
@@ -113,6 +120,56 @@ def test_what_has_no_equal_is_a_decision(keys: dict[str, Any]):
     report, beside = arguments(**keys)
     assert [entry.key for entry in report.entries if entry.is_open] == list(keys)[:1]
     assert beside == {}
+
+
+@pytest.mark.parametrize("source", ["arguments", "deepspeed"])
+def test_the_optimizer_computes_the_same(source: str):
+    given = {"lr": 1e-2, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.3}
+    keys = {"learning_rate": 1e-2, "adam_beta1": 0.8, "adam_beta2": 0.95}
+    keys |= {"adam_epsilon": 1e-6, "weight_decay": 0.3}
+    block = arguments(**keys)[1]["optimizer"]
+    if source == "deepspeed":
+        data = ZERO | {"optimizer": {"type": "AdamW", "params": given}}
+        block = _beside(migrate(json.dumps(data)))["optimizer"]
+    assert block.pop("name") == "decoupled_adamw"
+    models = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        torch.optim.AdamW(models[0].parameters(), **given),
+        DecoupledAdamW(models[1].parameters(), **block),
+    ]
+    schedules = [LambdaLR(optimizer, lambda step: 1 / (step + 1)) for optimizer in optimizers]
+    for step in range(5):
+        for model, optimizer, schedule in zip(models, optimizers, schedules, strict=True):
+            optimizer.zero_grad()
+            model(torch.arange(4, dtype=torch.float64) + step).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+    torch.testing.assert_close(*(model.weight for model in models), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("keys", "made"),
+    [
+        ({"warmup_steps": 3}, get_linear_schedule_with_warmup),
+        ({"warmup_steps": 3, "lr_scheduler_type": "cosine"}, get_cosine_schedule_with_warmup),
+        ({"warmup_ratio": 0.3}, get_linear_schedule_with_warmup),
+    ],
+)
+def test_the_schedule_is_the_same(keys: dict[str, Any], made: Any):
+    block = arguments(**keys)[1]["scheduler"]
+    schedulers = pytest.importorskip(
+        "llmfoundry.registry", reason="needs the extra foundry"
+    ).schedulers
+    scheduler = schedulers.get(block.pop("name"))(**block)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = made(optimizer, 3, 10)
+    state = State(nn.Linear(1, 1), 0, "run", DeviceCPU(), max_duration="10ba")
+    for _ in range(10):
+        assert scheduler(state) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+        state.timestamp = state.timestamp.to_next_batch()
 
 
 def test_own_keys_of_llm_foundry_stay():
