@@ -51,6 +51,7 @@ from llmfoundry.utils.config_utils import (
 )
 from llmfoundry.utils.registry_utils import import_file, save_registry
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 from streaming import StreamingDataset
 from torch import nn
 from transformers import modeling_utils
@@ -165,9 +166,18 @@ def _read_config(
     # Goes on with a batch that can be divided, then with known keys alone, to find other mistakes.
     for names in (transforms, transforms, [name for name in transforms if name != NAME]):
         with rehearsal.step("The configuration"), environment(cluster.first_rank()):
-            return make_dataclass_and_log_config(
-                run, TrainConfig, TRAIN_CONFIG_KEYS, transforms=names
-            )
+            try:
+                return make_dataclass_and_log_config(
+                    run, TrainConfig, TRAIN_CONFIG_KEYS, transforms=names
+                )
+            except MissingMandatoryValue:  # names the first key, and not what it may hold
+                missing = [key for key in NEEDED if key not in cfg]
+                for key in missing:
+                    advice = f"Write `{key}: {NEEDED[key]}`, with values of your own."
+                    rehearsal.add(f"The run has no `{key}`.", advice)
+                if not missing:
+                    raise
+                break
         with rehearsal.step("The configuration"):
             plain: Any = OmegaConf.to_container(cfg, resolve=True)
             batch = plain.get("global_train_batch_size", 0)
@@ -179,9 +189,6 @@ def _read_config(
             run = OmegaConf.create(plain)
     with rehearsal.step("The configuration"):
         container: Any = OmegaConf.to_container(cfg, resolve=True)
-        # LLM Foundry names the first key that is missing, and not what it may hold.
-        for key in (key for key in NEEDED if key not in container):
-            rehearsal.add(f"The run has no `{key}`.", f"Write `{key}: {NEEDED[key]}`, or your own.")
         refuse_unknown(container)  # a missing key may be misspelt
     return None
 

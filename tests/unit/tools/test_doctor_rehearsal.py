@@ -150,6 +150,15 @@ def test_all_mistakes_are_said_at_once(doctor, assets: Path):
         assert word in said
 
 
+def test_all_missing_keys_are_said_at_once(doctor, assets: Path):
+    missing = ("model", "tokenizer", "max_seq_len", "train_loader", "max_duration", "scheduler")
+    code, said = doctor(changed(good(assets), {**dict.fromkeys(missing, GONE), "do_train": True}))
+    assert code == 1
+    assert all(f"The run has no `{key}`" in said and f"Write `{key}: " in said for key in missing)
+    assert "'do_train'" in said
+    assert len(re.findall(r"(?<!\d )problem: ", said)) == len(missing) + 1
+
+
 def test_a_mistake_in_fsdp2_and_words_for_numbers_hide_nothing(doctor, assets: Path):
     changes = {
         f"{FSDP2_KEY}.verbos": True,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,7 +16,10 @@ from composer.optim import DecoupledAdamW
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from typer.testing import CliRunner
 
+from composer_fsdp2.cli.main import app
+from composer_fsdp2.foundry.run_file import NEEDED
 from composer_fsdp2.tools.migrate.document import dump
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.migrate.report import Report, Status
@@ -199,6 +204,18 @@ def test_ranks_that_read_the_same_batch_count_once():
     assert arguments(**SPLIT, **config)[1]["global_train_batch_size"] == 3 * 4 * 4
     report, _ = arguments(world_size=None, **SPLIT, **config)
     assert entry_of(report, "global_train_batch_size").value == "3 x 4 x ranks / 2"
+
+
+def test_a_run_of_another_trainer_is_completed_before_it_is_compared(tmp_path):
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(dump({"fsdp": "full_shard auto_wrap", "bf16": True, "max_steps": 5}))
+    ran = CliRunner().invoke(app, ["migrate", str(old), "-o", str(new)])
+    said = ran.output.splitlines()
+    assert said[-1] == f"Next: composer-fsdp2 doctor {new}"
+    # Each key with a value that can be copied; what the file says is not among them.
+    lacking = next(line for line in said if line.startswith("A run of LLM Foundry needs"))
+    written = [yaml.safe_load(text) for text in re.findall(r"`(\w+: [^`]+)`", lacking)]
+    assert [*chain(*written)] == [key for key in NEEDED if key != "max_duration"]
 
 
 # --- ROLL. ---
