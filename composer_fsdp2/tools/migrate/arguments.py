@@ -13,7 +13,13 @@ from composer_fsdp2.tools.migrate.accelerate import (
     has_fsdp_block,
     per_node,
 )
-from composer_fsdp2.tools.migrate.counts import TRAINING, count_rows, finish_counts
+from composer_fsdp2.tools.migrate.counts import (
+    DEFAULT_WRITTEN,
+    TRAINING,
+    add_beside,
+    count_rows,
+    finish_counts,
+)
 from composer_fsdp2.tools.migrate.report import (
     CHANGES,
     CONVERTED,
@@ -36,6 +42,7 @@ from composer_fsdp2.tools.migrate.shared_rows import (
     add_precision,
     checkpointing_rows,
     clipping_rows,
+    clipping_to,
     degree_rows,
     expert_rows,
     first_keys,
@@ -230,6 +237,8 @@ def _finish(context: Context) -> None:
     blocks = ("config.mixed_precision_policy", f"{_DISTRIBUTED}.mixed_precision")
     add_precision(context, ("bf16", "fp16", *blocks), "the Trainer of transformers")
     finish_counts(context, TRAINING)
+    if "learning_rate" in entries and "max_grad_norm" not in entries:
+        add_beside(context, DEFAULT_WRITTEN, **clipping_to(1.0))
 
 
 def _finish_experts(entries: Mapping[str, Entry]) -> None:

@@ -28,7 +28,17 @@ from composer_fsdp2.tools.migrate.report import (
 )
 from composer_fsdp2.tools.migrate.shared_rows import is_count
 
-__all__ = ["DEEPSPEED_KEYS", "TRAINING", "count_rows", "finish_counts", "optimizer_rows"]
+__all__ = [
+    "DEEPSPEED_KEYS",
+    "DEFAULT_WRITTEN",
+    "TRAINING",
+    "add_beside",
+    "count_rows",
+    "finish_counts",
+    "optimizer_rows",
+]
+
+DEFAULT_WRITTEN = "the default of `TrainingArguments`, written out"
 
 _BATCH, _MICROBATCH = "global_train_batch_size", "device_train_microbatch_size"
 _OPTIMIZER, _SCHEDULER = "among the arguments of `optimizer`", "an argument of `scheduler`"
@@ -367,7 +377,7 @@ def finish_counts(
             entries[counted] = context.entries[key]
     _settle(entries, is_saved=values.get("saved") not in ("no", False))
     if "folder" in values and "saves" not in values and values.get("saved", "steps") == "steps":
-        _add(context, "the default of `TrainingArguments`, written out", save_interval="500ba")
+        add_beside(context, DEFAULT_WRITTEN, save_interval="500ba")
     if "batch" not in values:
         _add_batch(context, values, context.world_size or ranks)
     _add_optimizer(context, values)
@@ -379,10 +389,11 @@ def finish_counts(
             "t_warmup": f"{warmup}dur" if 0 < warmup < 1 else f"{int(warmup)}ba",
         }
         reason = "how the learning rate rises and falls, one batch later than in other trainers"
-        _add(context, reason, scheduler=block)
+        add_beside(context, reason, scheduler=block)
 
 
-def _add(context: Context, reason: str, **beside: Any) -> None:
+def add_beside(context: Context, reason: str, **beside: Any) -> None:
+    """Adds keys of LLM Foundry beside the settings of FSDP2."""
     path = (*context.site.parent, ", ".join(beside))
     context.added.append(Entry(path, None, ADDED, reason, beside=beside))
 
@@ -417,7 +428,7 @@ def _add_batch(context: Context, values: Mapping[str, Any], ranks: int | None) -
     if microbatch is not None and ranks is not None and ranks % group == 0:
         reason = f"{microbatch} samples x {forwards} forwards x {ranks // group} ranks"
         reason += f"; {group} ranks read the same samples" if group > 1 else ""
-        _add(context, reason, **{_BATCH: microbatch * forwards * (ranks // group)})
+        add_beside(context, reason, **{_BATCH: microbatch * forwards * (ranks // group)})
         return
     samples = "samples of one forward" if microbatch is None else microbatch
     _tell(
@@ -442,4 +453,6 @@ def _add_optimizer(context: Context, values: Mapping[str, Any]) -> None:
     adam = {name: float(values.get(name, default)) for name, default in _ADAM.items()}
     betas, decay = (adam["beta1"], adam["beta2"]), float(values.get("decay", 0))
     block = _adamw(float(values["rate"]), betas, adam["epsilon"], decay, **frozen)
-    _add(context, "AdamW with what the file says, or the defaults of its trainer", optimizer=block)
+    add_beside(
+        context, "AdamW with what the file says, or the defaults of its trainer", optimizer=block
+    )

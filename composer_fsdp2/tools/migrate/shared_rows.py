@@ -32,6 +32,7 @@ __all__ = [
     "block_rows",
     "checkpointing_rows",
     "clipping_rows",
+    "clipping_to",
     "composer_rows",
     "degree_rows",
     "expert_rows",
@@ -345,13 +346,15 @@ def clipping_rows(key: str) -> tuple[Row, ...]:
             RENAMED,
             "`algorithms.gradient_clipping` of LLM Foundry, for the norm over all ranks",
             _is_norm,
-            trainer=lambda norm: {
-                "algorithms": {
-                    "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": norm}
-                }
-            },
+            trainer=clipping_to,
         ),
     )
+
+
+def clipping_to(norm: float) -> dict[str, Any]:
+    """Returns the keys of LLM Foundry that clip the norm over all ranks."""
+    clipping = {"clipping_type": "norm", "clipping_threshold": norm}
+    return {"algorithms": {"gradient_clipping": clipping}}
 
 
 def checkpointing_rows(key: str, on: bool = True) -> tuple[Row, ...]:

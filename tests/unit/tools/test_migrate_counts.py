@@ -26,6 +26,10 @@ from composer_fsdp2.tools.migrate.report import Report, Status
 from tests.support.migrating import check_stable, entry_of
 
 ADAMW = {"name": "decoupled_adamw", "lr": 2e-5, "betas": [0.9, 0.999], "eps": 1e-8}
+CLIPPED = {
+    "algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0}}
+}
+"""unless a file says otherwise"""
 LINEAR = {"name": "linear_decay_with_warmup", "t_warmup": "0ba"}
 SPLIT = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
 
@@ -76,7 +80,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # The decay of transformers' AdamW is multiplied with the rate.
     (
         {"learning_rate": 2e-5, "weight_decay": 0.1},
-        {"optimizer": {**ADAMW, "weight_decay": 2e-6}, "scheduler": LINEAR},
+        {"optimizer": {**ADAMW, "weight_decay": 2e-6}, "scheduler": LINEAR, **CLIPPED},
     ),
     (
         {
@@ -88,9 +92,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {
             "optimizer": {**ADAMW, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.0},
             "scheduler": LINEAR,
+            **CLIPPED,
         },
     ),
-    ({"learning_rate": 2e-5, "optim": "adafactor"}, {"scheduler": LINEAR}),
+    (
+        {"learning_rate": 2e-5, "optim": "adafactor", "max_grad_norm": 0},
+        {"scheduler": LINEAR},
+    ),
     ({"warmup_steps": 20}, {"scheduler": {**LINEAR, "t_warmup": "20ba"}}),
     ({"warmup_steps": 0, "warmup_ratio": 0.03}, {"scheduler": {**LINEAR, "t_warmup": "0.03dur"}}),
     (
