@@ -122,6 +122,11 @@ FIVE_ROWS = (
         "runs",
     ),
     (
+        "`from_pretrained` of an exported MPT with `trust_remote_code`",
+        "fails: the folder holds LLM Foundry's code as it is, for transformers 4. Read it with "
+        "`MPTForCausalLM.from_pretrained` of llm-foundry after `composer_fsdp2.install()`",
+    ),
+    (
         "saving a model with MLflow 2",
         "fails: it asks for tensorflow. Write a folder with `hf_checkpointer`",
     ),
