@@ -342,7 +342,8 @@ CODE_ROWS: tuple[CodeRow, ...] = (
         homes=_FSDP_HOMES,
         use=_IS_FSDP2,
         reason="FSDP2 changes the class of a module in place and wraps nothing: the check "
-        "would be False",
+        "would be False. A loop that sends weights of such modules to an engine iterates over "
+        "composer_fsdp2.ModelWeights(model) instead",
         distinctive=True,
     ),
     _named(
