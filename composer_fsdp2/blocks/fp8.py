@@ -197,7 +197,7 @@ def _reason_against(
     if weight in tied:
         return "its weight is also used elsewhere"
     if weight not in unit_of:
-        return "its weight is no part of any unit (ignored_params)"
+        return "its weight is no part of any unit (ignored_params, frozen: replicate)"
     role = unit_of[weight].role
     return None if role is None else f"it lies in a unit of its own kind ({role})"
 

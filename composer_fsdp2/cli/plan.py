@@ -306,6 +306,8 @@ def _write(run: Path, choice: Choice) -> None:
     block.update({key: value for key, value in written(choice).items() if value is not None})
     if choice.replicate == 1:
         block.pop("data_parallel_replicate_degree", None)
+    if choice.frozen == "shard":
+        block.pop("frozen", None)
     document["device_train_microbatch_size"] = choice.rows
     with run.open("w", encoding="utf-8") as file:
         yaml.dump(document, file)

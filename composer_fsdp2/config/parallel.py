@@ -115,6 +115,10 @@ _UNTRIED_WITH_BOTH: _Untried = {
     ),
     "cpu_offload": (bool, "no run on several GPUs has shown it"),
     "ignored_params": (bool, "nobody would average their gradients"),
+    "frozen": (
+        lambda given: given == "replicate",
+        "ranks would keep other parts of what they divide",
+    ),
 }
 """with tensor and with expert parallelism"""
 _UNTRIED_WITH_TENSORS: _Untried = {

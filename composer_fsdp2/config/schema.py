@@ -95,6 +95,16 @@ def _check_monolith(values: Mapping[str, Any], errors: list[str]) -> None:
         )
 
 
+def _check_frozen(values: Mapping[str, Any], errors: list[str]) -> None:
+    """Refuses frozen parameters on every device beside parameters in CPU memory."""
+    if values["frozen"] == "replicate" and values["cpu_offload"]:
+        errors.append(
+            "'frozen' is replicate while 'cpu_offload' is set. One keeps the frozen part on every "
+            "device to save gathers, the other keeps parameters in CPU memory to save the device. "
+            "Take one of them out."
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDP2Config:
     """Settings of one FSDP2 run. Build it directly or with `parse_config` from YAML.
@@ -259,6 +269,19 @@ class FSDP2Config:
         "Globs of parameters that FSDP leaves alone. They must be frozen, or be DTensors already.",
         example="ignored_params: ['*.rotary.inv_freq']",
         costs="They stay whole on every rank.",
+    )
+    frozen: Literal["shard", "replicate"] = setting(
+        "shard",
+        choice("shard", "replicate"),
+        "Parameters that are frozen when the run is built. `shard` gathers them with their unit. "
+        "`replicate` keeps them on every rank, in their own dtype; training them later is an "
+        "error.",
+        check_together=_check_frozen,
+        see="recipes/lora.md",
+        since="0.3.0",
+        example="frozen: replicate",
+        saves="With LoRA only adapters are gathered.",
+        costs="All bytes of the frozen part on every rank.",
     )
     forward_methods: tuple[str, ...] = setting(
         (),

@@ -37,6 +37,7 @@ class Choice:
     rows: int
     """samples of a microbatch"""
     offload: str = "none"
+    frozen: str = "shard"
 
     def __str__(self) -> str:
         recomputed = ("none", "selective", "all")[self.checkpointing]
@@ -44,7 +45,8 @@ class Choice:
             f"shard {self.shard} x replicate {self.replicate}, reshard "
             f"{str(self.reshard).lower()}, recompute {recomputed}, microbatch {self.rows}"
         )
-        return text if self.offload == "none" else f"{text}, offload {self.offload}"
+        text += f", offload {self.offload}" * (self.offload != "none")
+        return text + ", frozen replicate" * (self.frozen == "replicate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ def written(choice: Choice) -> dict[str, Any]:
         "data_parallel_replicate_degree": choice.replicate if choice.replicate > 1 else None,
         "reshard_after_forward": choice.reshard,
         "activation_checkpointing": CHECKPOINTING[choice.checkpointing],
+        "frozen": choice.frozen,
     }
     if choice.offload == "all":
         keys["cpu_offload"] = True
@@ -99,7 +102,7 @@ class _Guesses:
     def __call__(self, choice: Choice) -> tuple[float, float]:
         """Returns bytes and seconds."""
         base, level = self._base, replace(self._base, checkpointing=choice.checkpointing)
-        placed = replace(base, shard=choice.shard, replicate=choice.replicate)
+        placed = replace(base, shard=choice.shard, replicate=choice.replicate, frozen=choice.frozen)
         layout, first = (self.traced(replace(placed, reshard=choice.reshard)), self.traced(level))
         size = first.peak_bytes + layout.peak_bytes - self.traced(base).peak_bytes
         if choice.rows > 1:
@@ -130,6 +133,7 @@ def search(
     gpu: Gpu,
     memory_gib: float,
     offloads: Sequence[str] = OFFLOAD,
+    frozen: Sequence[str] = ("shard",),
     count: int = 5,
 ) -> tuple[list[SearchResult], list[tuple[Choice, str]]]:
     """Returns the best choices that fit, and the reasons against other choices.
@@ -142,6 +146,7 @@ def search(
         gpu: ranks choices by seconds.
         memory_gib: memory of a GPU in GiB, of which a part stays free.
         offloads: kinds of state in CPU memory that the run allows, the cheapest first.
+        frozen: values of the setting that the run allows.
         count: choices that are returned at most.
     """
     room = memory_gib * 2**30 * (1 - HEADROOM)
@@ -155,10 +160,12 @@ def search(
             checkpointing=checkpointing,
             rows=rows,
             offload=offload,
+            frozen=place,
         )
-        for (shard, replicate, reshard), checkpointing, rows, offload in itertools.product(
-            mesh_degrees(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads
+        for (shard, replicate, reshard), checkpointing, rows, offload, place in itertools.product(
+            mesh_degrees(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads, frozen
         )
+        if (place, offload) != ("replicate", "all")
     ]
     guesses = [(*guess(choice), choice) for choice in choices]
     best: list[SearchResult] = []

@@ -134,6 +134,9 @@ def search_run(
     degree = 1 if tensor is None else tensor.degree
     experts = parts.settings.expert_parallel
     has_experts = experts is not None and experts.degree > 1
+    trains = {param.requires_grad for param in parts.model.parameters()}
+    is_alone = degree == 1 and not has_experts and not parts.settings.cpu_offload
+    may_replicate = len(trains) == 2 and is_alone
     offloads = OFFLOAD
     try:
         check_optimizer_state(parts.optimizer, OptimizerState(device="cpu"))
@@ -147,6 +150,7 @@ def search_run(
         gpu=gpu,
         memory_gib=memory_gib,
         offloads=("none",) if has_experts else offloads,
+        frozen=("shard", "replicate") if may_replicate else ("shard",),
     )
 
 

@@ -29,6 +29,7 @@ from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_shown
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.tensors import storage_id, tree_leaves
 from composer_fsdp2.torch_private.units import (
     backward_number,
@@ -244,7 +245,10 @@ class GatheredParameters(StepListener):
 
 
 class AddedParameters(StepListener):
-    """Refuses to step parameters that a model got after it was prepared: nobody averages them.
+    """Refuses to train parameters whose gradients nobody averages.
+
+    They are parameters that a model got after it was prepared, and those that were frozen then and
+    are full on every rank.
 
     Every parameter that is added to the optimizer of the run is checked. Of other optimizers only
     parameters of the model are: they may step another model, whose gradients somebody else
@@ -262,15 +266,41 @@ class AddedParameters(StepListener):
         self._whole = {
             id(param) for param in [*run.model.parameters(), *stepped] if _is_plain(param)
         }
+        self._frozen = [
+            param
+            for param in run.model.parameters()
+            if _is_plain(param) and not param.requires_grad and not form_of(param).is_remote
+        ]
         self._seen = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
+
+    def begin_forward(self) -> None:
+        """Refuses a forward that would give a replicated parameter a gradient. Collective: no."""
+        if torch.is_grad_enabled():
+            self._check_frozen()
+
+    def _check_frozen(self) -> None:
+        if any(param.requires_grad for param in self._frozen):
+            names = [
+                name
+                for name, param in self.run.model.named_parameters()
+                if param.requires_grad and any(param is frozen for frozen in self._frozen)
+            ]
+            raise PlanError(
+                f"{listed(names)} was frozen when the model was prepared and is to be trained now "
+                "(requires_grad). Each rank has all of it, and no rank averages its gradient with "
+                "others, so each would train another value. Freeze it again, or let it require a "
+                "gradient before the model is prepared; to unfreeze parameters during training, "
+                "take `frozen: replicate` or the name in `ignored_params` out."
+            )
 
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Checks an optimizer whose parameters have changed. Collective: no.
 
         Raises:
-            PlanError: for a trainable parameter that is not sharded, and was not there before; for
-                an optimizer that was built later, where ranks divide a layer or its experts.
+            PlanError: for a parameter that was frozen, and one that was not there before; for an
+                optimizer that was built later, where ranks divide a layer or its experts.
         """
+        self._check_frozen()
         params = _params_of(optimizer)
         param_ids = [id(param) for param in params]
         if self._seen.get(optimizer) == param_ids:

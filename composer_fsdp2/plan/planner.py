@@ -49,6 +49,7 @@ def plan_wrapping(
     reshard_after_forward: Reshard = "auto",
     tied_weights: Literal["lift", "error"] = "lift",
     ignored_params: Iterable[str] = (),
+    frozen: Literal["shard", "replicate"] = "shard",
     sizes: UnitSizes = NO_BOUNDS,
     optional: Collection[str] = (),
 ) -> WrapPlan:
@@ -62,6 +63,7 @@ def plan_wrapping(
         reshard_after_forward: for units whose decision does not say.
         tied_weights: what to do with a weight shared between units.
         ignored_params: globs of parameter names that belong to no unit.
+        frozen: `replicate` leaves frozen parameters out of all units as well.
         sizes: bounds of what a unit gathers.
         optional: names of modules that some rank may leave out of a step; neither they nor what is
             in them become units (see [Note: modules that may be left out]).
@@ -99,7 +101,10 @@ def plan_wrapping(
                 problems.append(_container(path, module, decision))
     refused |= move_units(tree, frozenset(optional), chosen, problems)
     ignored = _match_ignored(tree, ignored_params, weight_of, problems)
-    ignored |= left_whole(tree.params, weight_of)
+    replicated = _frozen(tree, weight_of, problems) if frozen == "replicate" else []
+    ignored |= {weight_of[id(ref.param)] for ref in replicated} or left_whole(
+        tree.params, weight_of
+    )
     refs = [ref for ref in tree.params if weight_of[id(ref.param)] not in ignored]
     ties = group_ties(refs, weight_of)
 
@@ -113,7 +118,8 @@ def plan_wrapping(
     owned = _owned(tree, refs, ties, units)
     for unit, unit_refs in owned.items():
         sizes.warn_of_large(tree.paths[unit].path, unit_refs)
-    made = [*_make_units(tree, owned, weight_of, units, chosen, reshard_after_forward)]
+    whole = {units[ref.path_index] for ref in replicated}
+    made = [*_make_units(tree, owned, weight_of, units, chosen, reshard_after_forward, whole)]
     if tied_weights == "error":
         problems += _forbidden_ties(tree, units, ties)
     problems += check_model(tree, made, refs, ties)
@@ -123,7 +129,8 @@ def plan_wrapping(
         raise PlanError(problems[0] if len(problems) == 1 else "\n".join([head, *lines]))
     tied = tuple(tuple(ref.name for ref in group) for group in ties)
     ignored_names = tuple(ref.name for ref in tree.params if weight_of[id(ref.param)] in ignored)
-    return WrapPlan(tuple(made), tied, ignored_names)
+    costs = NO_BOUNDS.bytes_of(replicated), sizes.bytes_of(replicated)
+    return WrapPlan(tuple(made), tied, ignored_names, *costs)
 
 
 def _container(path: str, module: nn.Module, decision: Decision) -> str:
@@ -164,6 +171,23 @@ def _match_ignored(
         and not isinstance(ref.param, DTensor)
     ]
     return ignored
+
+
+def _frozen(tree: ModuleTree, weight_of: Mapping[int, int], problems: list[str]) -> list[ParamRef]:
+    """Returns every name of the weights that no name trains; the ranks of a DTensor are settled."""
+    trained = {weight_of[id(ref.param)] for ref in tree.params if ref.param.requires_grad}
+    refs = [
+        ref
+        for ref in tree.params
+        if weight_of[id(ref.param)] not in trained and not isinstance(ref.param, DTensor)
+    ]
+    if not refs or not trained:
+        problems.append(
+            f"frozen is 'replicate', and {'every' if refs else 'no'} parameter of the model is "
+            f"frozen. There would be nothing to {'shard' if refs else 'replicate'}. Freeze what is "
+            "not trained before the model is prepared, or take the setting out."
+        )
+    return refs
 
 
 def _settle_units(
@@ -245,8 +269,12 @@ def _make_units(
     units: list[int],
     chosen: Mapping[int, Decision],
     run_reshard: Reshard,
+    replicated: Collection[int],
 ) -> Iterator[ShardUnit]:
-    """Yields the units, children before parents, without empty units."""
+    """Yields the units, children before parents, without empty units but replicated blocks.
+
+    These stay units, because activation checkpointing and compile go by the blocks of the plan.
+    """
     enclosing_of = _nesting(tree, units, chosen)
     enclosing = set(enclosing_of.values())
     # First paths of modules with a trainable parameter in them, at whatever depth.
@@ -258,7 +286,8 @@ def _make_units(
         # A unit without parameters of its own still ties the units inside it together (one
         # prefetch order and one set of streams); without those either, it would do nothing.
         refs = owned.get(index, [])
-        if not refs and index not in enclosing:
+        is_block = chosen[key].is_block and chosen[key].role is None
+        if not refs and index not in enclosing and not (is_block and index in replicated):
             continue
         weights = {weight_of[id(ref.param)]: ref.param.numel() for ref in refs}
         decision, top_level = chosen[key], index not in enclosing_of

@@ -10,6 +10,7 @@ from torch import nn
 
 from composer_fsdp2.config.wrapping import PrecisionSpec, UnitSettings
 from composer_fsdp2.plan.patterns import outer_names
+from composer_fsdp2.text import size_text
 
 __all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "first_answer"]
 
@@ -101,6 +102,11 @@ class WrapPlan:
     """children before parents, the order of application"""
     tied: tuple[tuple[str, ...], ...] = ()
     ignored: tuple[str, ...] = ()
+    """names that are owned by no unit: `ignored_params`, and `frozen: replicate`"""
+    replicated_bytes: int = 0
+    """bytes of `ignored` on every rank, with `frozen: replicate`"""
+    ungathered_bytes: int = 0
+    """bytes that units would gather of them, were they sharded"""
 
     def owner_of(self) -> dict[str, ShardUnit]:
         """Returns the unit of every parameter name. Collective: no."""
@@ -128,6 +134,12 @@ class WrapPlan:
         line = "  ".join(f"{{:{'>' if n in (1, 2) else '<'}{w}}}" for n, w in enumerate(widths))
         lines = [line.format(*row).rstrip() for row in rows]
         lines += [f"tied: {' = '.join(names)}" for names in self.tied]
-        if self.ignored:
+        if self.replicated_bytes:
+            lines.append(
+                f"replicated: {len(self.ignored)} frozen parameters, "
+                f"{size_text(self.replicated_bytes)} on every rank; each forward and each backward "
+                f"gathers up to {size_text(self.ungathered_bytes)} less"
+            )
+        elif self.ignored:
             lines.append(f"ignored: {', '.join(self.ignored)}")
         return "\n".join(lines)

@@ -145,6 +145,7 @@ class PreparePlan:
             reshard_after_forward=settings.reshard_after_forward,
             tied_weights=settings.tied_weights,
             ignored_params=settings.ignored_params,
+            frozen=settings.frozen,
             sizes=UnitSizes(
                 least=policy.min_unit_bytes, most=policy.max_unit_bytes, gathered_in=gathered_in
             ),

@@ -159,8 +159,8 @@ def plan_picture(
     if len(plan.tied) > _NOTES:
         lines.append(f"and {len(plan.tied) - _NOTES} more ties")
     if plan.ignored:
-        names = ", ".join(plan.ignored)
-        lines.append(f"left out by ignored_params ({len(plan.ignored)}): {names}")
+        why = "frozen, on every rank" if plan.replicated_bytes else "left out by ignored_params"
+        lines.append(f"{why} ({len(plan.ignored)}): {', '.join(plan.ignored)}")
     wrapped = (textwrap.wrap(line, 90, max_lines=_NOTES, placeholder=" ...") for line in lines)
     notes = "\n".join(line for block in wrapped for line in block)
     height = 1.8 + 0.3 * len(rows) + 0.17 * notes.count("\n")  # in inches

@@ -212,14 +212,21 @@ def llava(kind: type[LlavaForConditionalGeneration], frozen: bool) -> nn.Module:
 WHOLE = "ignore:.*were chosen as units, and some ranks may leave them out"
 CASES: dict[str, tuple[type[LlavaForConditionalGeneration], bool, dict[str, Any], int]] = {
     "frozen": (Llava, True, {}, 0),
+    "replicated": (Llava, True, {"frozen": "replicate"}, 0),
     "trained": (Llava, False, {}, 0),
     "recomputed": (Llava, False, {"activation_checkpointing": True}, 0),
     "blank image": (LooksAlways, True, {"unused_parameters": False}, 2),
+    "blank image, replicated": (
+        LooksAlways,
+        True,
+        {"unused_parameters": False, "frozen": "replicate"},
+        2,
+    ),
 }
 """and how many units are in the tower"""
 
 
-@pytest.mark.table("frozen", "recomputed")
+@pytest.mark.table("frozen", "recomputed", "replicated")
 @pytest.mark.fault("ranks leave out a tower", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

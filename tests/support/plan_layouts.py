@@ -111,6 +111,7 @@ LAYOUTS: dict[str, Layout] = {
     "HSDP": Layout(4, HSDP),
     "tied": Layout(2, build=lambda: Dense("two modules")),
     "frozen": Layout(2, build=Frozen),
+    "frozen, replicated": Layout(2, {"frozen": "replicate"}, build=Frozen),
     "recomputed": Layout(2, {"activation_checkpointing": True}),
     "bf16": Layout(2, precision="amp_bf16"),
     "bf16 alone": Layout(2, {"mixed_precision": "PURE"}, precision="amp_bf16"),

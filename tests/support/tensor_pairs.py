@@ -103,6 +103,11 @@ SETTINGS: dict[str, Pair] = {
         refused="nobody would average their gradients",
         why="nobody would average their gradients over the group",
     ),
+    "frozen: replicate": Pair(
+        settings={"frozen": "replicate"},
+        refused="other parts of what they divide",
+        why="a frozen weight of a divided layer is another part on each rank of a group",
+    ),
     "keep_fp32": Pair(settings={"keep_fp32": ["*norm*"]}),
     "keep_fp32 with bf16": Pair(
         test=f"{_WITH}::test_islands_compute_in_fp32",

@@ -51,6 +51,7 @@ GOOD = {
     "unused_parameters": ["auto", True, False, ("tower", "re:.*experts")],
     "tied_weights": ["lift", "error"],
     "ignored_params": [(), ("a.*",), ("a.weight", "b.*")],
+    "frozen": ["shard", "replicate"],
     "forward_methods": [(), ("model.encode",)],
     "activation_checkpointing": [
         True,
@@ -120,6 +121,7 @@ BAD = {
     "unused_parameters": ["reduce", None, 1, ("",), {"tower": {}}],
     "tied_weights": ["untie", None, True, ["lift"]],
     "ignored_params": ["a.*", 1, (1,), ("",)],
+    "frozen": ["replicated", True, None, ["shard"]],
     "forward_methods": ["model.encode", {"a": 1}, (None,)],
     "activation_checkpointing": [
         "true",
@@ -572,6 +574,11 @@ def test_only_one_degree_may_be_left_open():
     assert ok.data_parallel_replicate_degree == -1
 
 
+def test_frozen_parameters_are_either_on_every_device_or_in_cpu_memory():
+    message = error_of(parse_config, {"frozen": "replicate", "cpu_offload": True})
+    assert "'frozen' is replicate while 'cpu_offload' is set." in message
+
+
 @pytest.mark.parametrize("make", [parse_config, lambda values: FSDP2Config(**values)])
 def test_a_wrong_value_starts_no_argument_about_combinations(make):
     message = error_of(make, {"load_monolith_rank0_only": True, "state_dict_type": "ful"})
@@ -671,6 +678,7 @@ valid = st.fixed_dictionaries(
             },
         ),
         "ignored_params": st.lists(patterns, max_size=3),
+        "frozen": st.just("shard"),  # the other value refuses cpu_offload
         "forward_methods": st.lists(patterns, max_size=3),
         "activation_checkpointing": st.booleans()
         | st.fixed_dictionaries(
@@ -795,6 +803,7 @@ def test_mistakes_in_the_settings_of_blocks(written, said):
         {"tiled_mlp": {"shards": 2}},
         {"cpu_offload": True},
         {"ignored_params": ["norm"]},
+        {"frozen": "replicate"},
         {"communication": {"symmetric_memory": True}},
         {"unused_parameters": False},
         {"optimizer_state": {"bits": 8}},

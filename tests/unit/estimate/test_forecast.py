@@ -17,7 +17,7 @@ from composer_fsdp2.estimate.clock import GPUS, gpu_named, step_times
 from composer_fsdp2.estimate.collectives import CollectiveCounter
 from composer_fsdp2.estimate.forecast import Forecast, forecast
 from composer_fsdp2.estimate.report import Batch, answer_lines, fits
-from composer_fsdp2.estimate.search import search, search_lines
+from composer_fsdp2.estimate.search import search, search_lines, written
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.prepare.model import TRANSFORMATIONS
@@ -211,6 +211,31 @@ def test_the_search_leaves_out_what_does_not_fit(monkeypatch):
     assert any(choice.shard == 1 and "it takes" in why for choice, why in lost)
     assert any("not shard 1" in line for line in search_lines(best, lost))
     assert step_times(found, GPUS["H100"]).step > 0
+
+
+@pytest.mark.parametrize(("room", "proposed"), [(5.0, True), (1.5, False)])
+def test_the_search_replicates_what_is_frozen_where_memory_allows(monkeypatch, room, proposed):
+    found = predicted(Dense(), Layout(4), monkeypatch)
+    sent = [dataclasses.replace(found.sent[0], size_bytes=10**12)]
+
+    def measure(choice: Any) -> Forecast:
+        if choice.frozen == "shard":
+            return dataclasses.replace(found, peak={"parameters": GIB}, sent=sent)
+        return dataclasses.replace(found, peak={"parameters": 4 * GIB}, sent=())
+
+    best, _ = search(
+        measure,
+        ranks=4,
+        per_node=4,
+        most_rows=1,
+        gpu=GPUS["H100"],
+        memory_gib=room / 0.92,
+        offloads=("none",),
+        frozen=("shard", "replicate"),
+    )
+    first = best[0].choice
+    assert (first.frozen == "replicate", "frozen replicate" in str(first)) == (proposed, proposed)
+    assert written(first)["frozen"] == first.frozen
 
 
 GIB = 2**30
