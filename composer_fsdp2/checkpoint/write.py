@@ -25,13 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.load import reason_of
+from composer_fsdp2.checkpoint.save_plan import ShardSavePlanner
 from composer_fsdp2.checkpoint.source import write_checksums
 from composer_fsdp2.checkpoint.staging import (
     Publications,
@@ -145,8 +145,7 @@ def write_sharded(
             state_dict,
             # FileSystemWriter forces each file to the disk before it returns (`sync_files`).
             storage_writer=_Writer(temporary),
-            # Composer's choice. By default torch spreads values that all ranks hold over them.
-            planner=planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            planner=planner or ShardSavePlanner(),
             process_group=savers.writers,
         )
 

@@ -20,11 +20,15 @@ import torch.distributed as dist
 from composer import Callback
 from composer.callbacks import CheckpointSaver
 from composer.optim import LinearScheduler
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.convert import convert_to_sharded
 from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
+from composer_fsdp2.checkpoint.write import Savers, write_sharded
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.trainer.checkpoint import save
 from tests.dist.test_fsdp1_checkpoints import resume
@@ -539,3 +543,62 @@ def test_the_saver_can_be_a_callback(tmp_path: Path):
     for name, batches in (("a", "246"), ("b", "36")):
         for batch in batches:
             open_checkpoint(tmp_path / name / f"ep0-ba{batch}").check()
+
+
+# --- what the planner of a save plans ---
+
+
+def _planned_state(value: float) -> dict[str, Any]:
+    """Rows that do not divide, two replicas, values of all ranks and of one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    flat = init_device_mesh("cpu", (ranks,))
+    hybrid = init_device_mesh("cpu", (2, ranks // 2))
+    whole = torch.arange(35.0).view(7, 5) + value
+    return {
+        "flat": distribute_tensor(whole, flat, [Shard(0)]),
+        "columns": distribute_tensor(whole, flat, [Shard(1)]),
+        "hybrid": distribute_tensor(whole, hybrid, [Replicate(), Shard(0)]),
+        "few": distribute_tensor(torch.arange(2.0) + value, flat, [Shard(0)]),
+        "all": {"step": torch.tensor(value), "name": f"epoch {value}"},
+        f"own{rank}": torch.full((2,), float(rank)),
+    }
+
+
+@pytest.mark.world_size(4)
+def test_torch_and_we_load_what_the_planner_wrote(tmp_path: Path):
+    savers = Savers(None, None, writes=True)
+    for value in (1.0, 2.0):  # the second save of a run, to another folder
+        folder, state_dict = tmp_path / f"ba{value}", _planned_state(value)
+        if value == 2.0:
+            # The same shapes in another dtype, and a key that came.
+            state_dict["few"], state_dict["new"] = state_dict["few"].double(), torch.ones(3)
+        write_sharded(state_dict, folder, savers)
+        target = _planned_state(0.0)
+        if value == 2.0:
+            target["few"], target["new"] = target["few"].double(), torch.zeros(3)
+        dcp.load(target, storage_reader=FileSystemReader(folder))
+        saved = open_checkpoint(folder)
+        for key in ("flat", "columns", "hybrid", "few"):
+            wanted = state_dict[key].full_tensor()
+            assert torch.equal(target[key].to_local(), state_dict[key].to_local())
+            assert torch.equal(saved.tensor(key), wanted)
+            assert saved.tensor(key).dtype == wanted.dtype
+        assert target["all"] == {"step": torch.tensor(value), "name": f"epoch {value}"}
+        assert ("new" in saved.tensors) == (value == 2.0)
+        for rank in range(4):
+            assert saved.tensor(f"own{rank}").tolist() == [rank] * 2
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("fault", ["unsharded", "missing"])
+def test_pieces_that_do_not_fit_are_refused_on_every_rank(fault: str, tmp_path: Path):
+    state_dict = _planned_state(1.0)
+    if dist.get_rank() == 1:
+        if fault == "missing":
+            del state_dict["flat"]
+        else:
+            state_dict["flat"] = torch.zeros(7, 5)
+    with pytest.raises(CheckpointError, match="The pieces of 'flat'"):
+        write_sharded(state_dict, tmp_path / "ba1", Savers(None, None, writes=True))
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
