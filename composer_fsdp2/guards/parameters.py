@@ -29,7 +29,7 @@ from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_shown
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener
-from composer_fsdp2.text import listed
+from composer_fsdp2.text import child_name, listed, plain_name
 from composer_fsdp2.torch_private.tensors import storage_id, tree_leaves
 from composer_fsdp2.torch_private.units import (
     backward_number,
@@ -266,11 +266,13 @@ class AddedParameters(StepListener):
         self._whole = {
             id(param) for param in [*run.model.parameters(), *stepped] if _is_plain(param)
         }
-        self._frozen = [
-            param
-            for param in run.model.parameters()
-            if _is_plain(param) and not param.requires_grad and not form_of(param).is_remote
-        ]
+        # Not by the model's method `parameters`, which a class may have made its own.
+        self._frozen = {
+            plain_name(child_name(path, name)): param
+            for path, module in run.model.named_modules()
+            for name, param in module._parameters.items()
+            if param is not None and _is_plain(param) and not param.requires_grad
+        }
         self._seen = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
 
     def begin_forward(self) -> None:
@@ -279,12 +281,8 @@ class AddedParameters(StepListener):
             self._check_frozen()
 
     def _check_frozen(self) -> None:
-        if any(param.requires_grad for param in self._frozen):
-            names = [
-                name
-                for name, param in self.run.model.named_parameters()
-                if param.requires_grad and any(param is frozen for frozen in self._frozen)
-            ]
+        names = [name for name, param in self._frozen.items() if param.requires_grad]
+        if names:
             raise PlanError(
                 f"{listed(names)} was frozen when the model was prepared and is to be trained now "
                 "(requires_grad). Each rank has all of it, and no rank averages its gradient with "

@@ -52,6 +52,7 @@ WRITTEN = (
     "optimizer_state: {bits: 8, dtype: bf16}",
     "optimizer_state: {dtype: bf16}, local_step: false",
     "optimizer_state: {device: cpu}, cpu_offload: true",
+    "frozen: replicate, cpu_offload: true",
     "load_monolith_rank0_only: true",
     "sharded_ckpt_prefix_dir: ../elsewhere",
     "data_parallel_shard_degree: -1, data_parallel_replicate_degree: -1",
