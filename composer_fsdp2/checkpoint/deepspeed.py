@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.metadata import METADATA
+from composer_fsdp2.checkpoint.metadata import METADATA, is_inside
 from composer_fsdp2.checkpoint.pickles import (
     check_member,
     damaged,
@@ -259,6 +259,12 @@ class DeepSpeedCheckpoint(Checkpoint):
         return _combined(states, trained, stage3)
 
     def _universal(self, name: str, shape: Sequence[int]) -> _Weight:
+        if not is_inside(name):
+            raise CheckpointError(
+                f"'{self.folder}' names a parameter '{name}', outside of its own folder. No save "
+                "writes such a name, and following it could read any file. Do not use this "
+                "checkpoint."
+            )
         value = self._load(self.folder / "zero" / name / "fp32.pt")
         if isinstance(value, Mapping):
             # The padding of a vocabulary is cut off, which the shapes do not know.

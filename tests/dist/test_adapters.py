@@ -229,7 +229,13 @@ STEPS, HALF = 4, 2
 FORMATS = {"sharded": "ep0-ba2", "full": "ep0-ba2-rank0.pt"}
 
 
-def run(folder: Path, kind: str, model: HuggingFaceModel | None = None, **kwargs: Any) -> Trainer:
+def run(
+    folder: Path,
+    kind: str,
+    model: HuggingFaceModel | None = None,
+    frozen: str = "shard",
+    **kwargs: Any,
+) -> Trainer:
     model = model or lora()
     samples: Any = Tokens(STEPS * 8)
     with installed():
@@ -237,7 +243,7 @@ def run(folder: Path, kind: str, model: HuggingFaceModel | None = None, **kwargs
             model,
             OPTIMIZERS["adamw"](trained(model)),
             samples,
-            {"state_dict_type": kind},
+            {"state_dict_type": kind, "frozen": frozen},
             max_duration=f"{STEPS}ba",
             save_folder=str(folder),
             save_interval=f"{HALF}ba",

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2 import (
     ModelWeights,
     PlanError,
-    installed,
     prepare_fully_shard,
     summon_full_params,
 )
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.step.run import run_of
-from tests.dist.test_adapters import everything, lora, trained, unsharded_names
+from tests.dist.test_adapters import FORMATS, STEPS, everything, lora, trained, unsharded_names
+from tests.dist.test_adapters import run as run_with_adapters
 from tests.support.models import TinyLM, batches
 from tests.support.parity import (
     OPTIMIZERS,
@@ -32,7 +32,7 @@ from tests.support.parity import (
     train_together,
 )
 from tests.support.traffic import Bytes
-from tests.support.training import Tokens, largest_difference, trainer_for
+from tests.support.training import largest_difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
 REPLICATE = {"frozen": "replicate"}
@@ -200,29 +200,12 @@ def test_frozen_blocks_stay_blocks():
 
 # --- Checkpoints. ---
 
-STEPS, HALF = 4, 2
-FORMATS = {"sharded": "ep0-ba2", "full": "ep0-ba2-rank0.pt"}
-
 
 def run(folder: Path, kind: str, frozen: str, adapters_only: bool, **kwargs: Any) -> Trainer:
     # Where a checkpoint has no base, the base comes from the model.
     model = lora(seed=1 if "load_path" in kwargs else 0)
     model.should_save_peft_only = adapters_only
-    samples: Any = Tokens(STEPS * 8)
-    with installed():
-        trainer = trainer_for(
-            model,
-            OPTIMIZERS["adamw"](model.parameters()),
-            samples,
-            {"state_dict_type": kind, "frozen": frozen},
-            max_duration=f"{STEPS}ba",
-            save_folder=str(folder),
-            save_interval=f"{HALF}ba",
-            **kwargs,
-        )
-        trainer.fit()
-    trainer.close()
-    return trainer
+    return run_with_adapters(folder, kind, model, frozen, **kwargs)
 
 
 @pytest.mark.table("full-only adapters", "sharded-all")

@@ -117,3 +117,6 @@ def test_a_model_of_no_library():
     same(gathered(ModelWeights(model, every_rank=True)), expected)
     with pytest.raises(PlanError, match="without adapters of PEFT"):
         ModelWeights(model, adapters="only")
+    bad: Any = "merge"
+    with pytest.raises(PlanError, match="neither 'merged' nor 'only'"):
+        ModelWeights(model, adapters=bad)

@@ -78,7 +78,7 @@ class ModelWeights:
             is empty on the others, which have to run through it nonetheless.
 
     Raises:
-        PlanError: adapters that cannot be merged, or there are none.
+        PlanError: adapters that cannot be merged, or there are none; another word for `adapters`.
 
     Example:
         >>> import torch
@@ -102,6 +102,11 @@ class ModelWeights:
         adapters: Literal["merged", "only"] = "merged",
         every_rank: bool = False,
     ) -> None:
+        if adapters not in ("merged", "only"):
+            raise PlanError(
+                f"adapters={adapters!r} is neither 'merged' nor 'only'. Adapters would be "
+                "handed out beside weights without them. Write one of the two."
+            )
         self._model, self._bucket_bytes = model, bucket_bytes
         self._has_values = every_rank or dist.get_global_rank() == 0
         reshard(model)  # gathered parameters are other objects

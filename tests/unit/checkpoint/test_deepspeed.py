@@ -94,6 +94,14 @@ def test_damage_is_found(tmp_path: Path):
 # --- Where the optimizer is elsewhere. ---
 
 
+def test_a_name_that_leads_out_of_a_universal_checkpoint_is_refused(tmp_path: Path):
+    folder = save(tmp_path, {"../../up": torch.ones(3)}, 2, 2, groups=[["../../up"]])
+    (folder / "zero").mkdir()
+    torch.save(torch.zeros(3), tmp_path / "fp32.pt")
+    with pytest.raises(CheckpointError, match="outside of its own folder"):
+        open_any_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("shape", ["dictionary", "flat"])
 def test_a_universal_checkpoint_has_a_file_for_each_parameter(shape: str, tmp_path: Path):
     weights = odd_weights()
