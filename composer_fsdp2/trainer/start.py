@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 from composer import Trainer
+from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.utils import dist, ensure_tuple
 
@@ -186,7 +187,8 @@ def wrap_model(
     state: State = trainer.state
     note_start(state)
     save_lions_as_text(ensure_tuple(optimizers))
-    check_saved_adapters(state)
-    check_saved_names(state)
+    if any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
+        check_saved_adapters(state)
+        check_saved_names(state)
     original(trainer, model, optimizers)
     search_save_folder(state, getattr(trainer, ARGUMENTS, {}))

@@ -230,7 +230,7 @@ FORMATS = {"sharded": "ep0-ba2", "full": "ep0-ba2-rank0.pt"}
 
 
 def run(
-    folder: Path,
+    folder: Path | None,
     kind: str,
     model: HuggingFaceModel | None = None,
     frozen: str = "shard",
@@ -245,7 +245,7 @@ def run(
             samples,
             {"state_dict_type": kind, "frozen": frozen},
             max_duration=f"{STEPS}ba",
-            save_folder=str(folder),
+            save_folder=None if folder is None else str(folder),
             save_interval=f"{HALF}ba",
             **kwargs,
         )
@@ -288,6 +288,10 @@ def test_checkpoints_that_would_lose_trained_weights_are_refused(tmp_path: Path)
     model = lora(tied=False, modules_to_save=["lm_head"])
     with pytest.raises(ConfigError, match=r"1 weights that are trained: 'model\..*lm_head"):
         run(tmp_path, "sharded", model)
+    # Without a `save_folder` nothing is lost, until the run is saved by hand.
+    trainer = run(None, "sharded", lora(tied=False, modules_to_save=["lm_head"]))
+    with installed(), pytest.raises(ConfigError, match="should_save_peft_only"):
+        trainer.save_checkpoint(str(tmp_path / "by_hand"))
     model = lora(tied=False, modules_to_save=["lm_head"])
     model.should_save_peft_only = False
     run(tmp_path / "all", "sharded", model)

@@ -90,8 +90,7 @@ def check_saved_adapters(state: State) -> None:
         ConfigError: a resumed run would go on from other weights.
     """
     model: Any = state.model
-    saves = any(isinstance(callback, CheckpointSaver) for callback in state.callbacks)
-    if not saves or not (getattr(model, "using_peft", False) and model.should_save_peft_only):
+    if not (getattr(model, "using_peft", False) and model.should_save_peft_only):
         return
     trained = (plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
     saved = set(model.state_dict())
@@ -114,8 +113,6 @@ def check_saved_names(state: State) -> None:
     Raises:
         ConfigError: the first save would stop the run.
     """
-    if not any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
-        return
     saved = set(state.model.state_dict())
     for child_name, child in state.model.named_children():
         for key in child.state_dict():
@@ -156,6 +153,7 @@ def save_checkpoint(
     """
     if isinstance(state, _Written):
         return state.saved_path
+    check_saved_adapters(state)
     return _SavedState(state, save_filename, weights_only, ignore_keys).write(_savers(state))
 
 
