@@ -161,7 +161,7 @@ def plan_picture(
     if plan.ignored:
         why = "frozen, on every rank" if plan.replicated_bytes else "left out by ignored_params"
         lines.append(f"{why} ({len(plan.ignored)}): {', '.join(plan.ignored)}")
-    wrapped = (textwrap.wrap(line, 90, max_lines=_NOTES, placeholder=" ...") for line in lines)
+    wrapped = (textwrap.wrap(line, 84, max_lines=_NOTES, placeholder=" ...") for line in lines)
     notes = "\n".join(line for block in wrapped for line in block)
     height = 1.8 + 0.3 * len(rows) + 0.17 * notes.count("\n")  # in inches
     below = 0 if step is None else 4.2

@@ -79,13 +79,17 @@ def test_the_names_of_its_example_are_those_of_the_code():
 
 
 def changelog_mistake(version: str, changelog: str) -> str | None:
-    """Returns how the first heading of the changelog disagrees with the version of the package."""
-    first = re.findall(r"^## (.*)$", changelog, re.MULTILINE)[0]
-    is_dated = re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", first)
-    if first == "Unreleased" if ".dev" in version else is_dated:
+    """Returns how the headings of the changelog disagree with the version of the package."""
+    sections = re.split(r"^## (.*)$", changelog, flags=re.MULTILINE)
+    first, entries, second = sections[1], sections[2].strip(), sections[3]
+    is_dated = re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", second)
+    if first == "Unreleased" and (".dev" in version or (is_dated and not entries)):
         return None
-    expected = "Unreleased" if ".dev" in version else f"{version} - YYYY-MM-DD"
-    return f"CHANGELOG.md begins with '## {first}'. For version {version} write '## {expected}'."
+    expected = "what changed" if ".dev" in version else f"nothing, and '## {version} - YYYY-MM-DD'"
+    return (
+        f"CHANGELOG.md begins with '## {first}' and '## {second}'. For version {version} write "
+        f"'## Unreleased', below it {expected}."
+    )
 
 
 def test_the_changelog_begins_with_the_version():
@@ -93,17 +97,18 @@ def test_the_changelog_begins_with_the_version():
 
 
 @pytest.mark.parametrize(
-    ("version", "heading", "right"),
+    ("version", "beginning", "right"),
     [
-        ("0.3.0.dev0", "Unreleased", True),
-        ("0.3.0", "0.3.0 - 2026-12-01", True),
-        ("0.3.0.dev0", "0.2.0 - 2026-11-22", False),
-        ("0.3.0", "Unreleased", False),
-        ("0.3.0", "0.3.0", False),
+        ("0.3.0.dev0", "## Unreleased\n\n- A line.\n\n## 0.2.0 - 2026-11-22", True),
+        ("0.3.0", "## Unreleased\n\n## 0.3.0 - 2026-12-01", True),
+        ("0.3.0.dev0", "## 0.2.0 - 2026-11-22", False),
+        ("0.3.0", "## Unreleased\n\n- A line.\n\n## 0.3.0 - 2026-12-01", False),
+        ("0.3.0", "## Unreleased\n\n## 0.3.0", False),
+        ("0.3.0", "## Unreleased\n\n## 0.2.0 - 2026-11-22", False),
     ],
 )
-def test_a_changelog_of_another_version_is_found(version, heading, right):
-    mistake = changelog_mistake(version, f"# Changelog\n\n## {heading}\n\n## 0.1.0 - 2026-01-01\n")
+def test_a_changelog_of_another_version_is_found(version, beginning, right):
+    mistake = changelog_mistake(version, f"# Changelog\n\n{beginning}\n\n## 0.1.0 - 2026-01-01\n")
     assert (mistake is None) == right
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -57,6 +58,9 @@ def differences(svg: bytes, other: bytes) -> list[object]:
     ]
 
 
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="matplotlib before 3.11 draws other ticks of logarithms"
+)
 @pytest.mark.table("parity-curves.svg")
 @pytest.mark.parametrize("name", SCRIPT.PICTURES)
 def test_the_picture_is_current(name: str, tmp_path: Path):
