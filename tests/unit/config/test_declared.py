@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
+from composer_fsdp2 import __version__
 from composer_fsdp2.config.schema import (
     FIELDS,
     FSDP2Config,
@@ -25,6 +28,8 @@ from composer_fsdp2.prepare.settings import TrainerFSDP2Config
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.support.settings_page import example_of, page
 from tests.support.toy_setting import declaring
+
+CHANGELOG = Path(__file__).parents[3] / "CHANGELOG.md"
 
 
 def _not_with_compile(values, errors):
@@ -167,7 +172,9 @@ def test_errors_show_a_valid_example(name):
 
 
 def test_the_page_says_since_when():
-    assert {setting.since for setting in FIELDS.values()} <= {"", "0.2.0", "0.3.0"}
+    released = re.findall(r"^## (\d\S+) - ", CHANGELOG.read_text(), re.MULTILINE)
+    versions = {"", *released, __version__.removesuffix(".dev0")}
+    assert {setting.since for setting in FIELDS.values()} <= versions
     assert [name for name in FIELDS if f"\n## `{name}`\n" not in page()] == []
 
 
