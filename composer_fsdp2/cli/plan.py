@@ -81,7 +81,7 @@ def plan(
 
     - `composer-fsdp2 plan run.yaml --compare device_train_microbatch_size=1,2,4`
 
-    - `composer-fsdp2 plan run.yaml --gpus 64 --gpu H100 --search`: shards, copies, resharding,
+    - `composer-fsdp2 plan run.yaml --gpus 64 --gpu H100 --search`: shards, replicas, resharding,
     recomputation, microbatch and offloading
 
     Exit code 1 if the model cannot be planned or does not fit, 2 for a mistake in the command line

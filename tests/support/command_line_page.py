@@ -26,7 +26,7 @@ composer-fsdp2 COMMAND [OPTIONS] ARGUMENTS
 ```
 
 `--help` after any command shows its part of this page. Results go to standard output. Messages go
-to standard error.
+to standard error. `composer-fsdp2 --install-completion` has your shell complete commands.
 
 `python -m tests.support.command_line_page` writes this page.
 

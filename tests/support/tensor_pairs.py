@@ -7,6 +7,7 @@ the page.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,7 +279,8 @@ def page() -> str:
 
 
 def _code(name: str) -> str:
-    return f"`{name}`" if "_" in name and " " not in name.replace(": ", "") else name
+    words = ("prefetching", "towers")
+    return f"`{name}`" if re.fullmatch(r"[a-z][\w.]+(: \w+)?", name) and name not in words else name
 
 
 def _outcome(pair: Pair) -> str:

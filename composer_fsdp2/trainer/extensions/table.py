@@ -86,7 +86,7 @@ CALLBACKS = (
         ),
     ),
     Extension(
-        "MLPerfCallback", "needs mlperf-logging, which the tests have not; asks for metrics only"
+        "MLPerfCallback", "needs mlperf-logging, which no test has; asks for metrics only"
     ),
     Extension("MemoryMonitor", "CUDA only, as without FSDP"),
     Extension("MemorySnapshot", "CUDA only, as without FSDP"),
