@@ -207,7 +207,7 @@ def blocks(plan: WrapPlan) -> list[ShardUnit]:
 def table(path: Path) -> str:
     """The lines of the comment, without its marks."""
     runs = runs_of(path)
-    lines = ["GPUs  copies x shards  weights  gradients  Adam  gathered  together"]
+    lines = ["GPUs  replicas x shards  weights  gradients  Adam  gathered  together"]
     lines += [_row(run, memory_of(run)) for run in runs]
     if plain(runs[0].config)["model"].get("init_device") == "mixed":
         whole = sum(unit.numel for unit in runs[0].plan.units) * FP32_BYTES
@@ -220,7 +220,7 @@ def _row(run: Run, memory: Memory) -> str:
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.gathered, memory.together)
     widths = (7, 9, 4, 8, 8)
     cells = [f"{part / GB:>{width}.1f}" for part, width in zip(parts, widths, strict=True)]
-    return f"{run.gpus:>4}  {mesh:>15}  " + "  ".join(cells)
+    return f"{run.gpus:>4}  {mesh:>17}  " + "  ".join(cells)
 
 
 def with_table(path: Path) -> str:
