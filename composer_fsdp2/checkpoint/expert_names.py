@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from composer_fsdp2.checkpoint.convert import nest
 from composer_fsdp2.checkpoint.load import load_sharded
 from composer_fsdp2.checkpoint.pretrained import BLOCKS, expert_matrices
+from composer_fsdp2.checkpoint.ranges import View
 from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way, flatten
 from composer_fsdp2.errors import CheckpointError
 
@@ -236,14 +237,22 @@ class RenamedFolder(FolderCheckpoint):
         for key, saved in compared.items():
             _check_equal(key, [saved_values.get(each or "") for each in saved])
 
-    def piece(self, index: MetadataIndex, file: Any = None) -> Any:
+    def piece(self, index: MetadataIndex, file: Any = None, views: Sequence[View] = ()) -> Any:
         """Returns an object or a piece, cut out of what the folder has. See `FolderCheckpoint`."""
         origin, box = self._origins[index]
+        if box is None:
+            return self._saved.piece(origin, file, views)
+        if views:
+            wanted = [lambda piece, view=view: view(piece[box]) for view in views]
+            return self._saved.piece(origin, file, wanted)[box]
         # Boxes of one piece of a stack are read one after the other.
         if self._last is None or self._last[0] != origin or file is not None:
             self._last = (origin, self._saved.piece(origin, file))
-        piece = self._last[1]
-        return piece if box is None else piece[box]
+        return self._last[1][box]
+
+    def compare_ranges(self) -> None:
+        """Compares what was read of the folder. See `FolderCheckpoint`. Collective: yes."""
+        self._saved.compare_ranges()
 
     def _entry(self, key: str, source: _SavedParts, keys: Sequence[str | None]) -> Any:
         """Notes where the pieces of a value are, and returns its metadata."""

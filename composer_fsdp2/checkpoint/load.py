@@ -8,6 +8,7 @@ and shapes are compared here first.
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -181,9 +182,10 @@ def check_groups(
 
 
 def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Carries out this rank's part of a load: every byte checked, nothing executed.
+    """Carries out this rank's part of a load, nothing executed.
 
-    Collective: no.
+    Collective: no. Of a tensor's piece the ranges that are wanted are read; `load_sharded` compares
+    their checksums.
 
     Raises:
         CheckpointError: a piece is damaged, could execute code, or has not the promised shape.
@@ -200,8 +202,10 @@ def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) ->
     with counting_bytes(f"Loading {saved.path.name}", total) as advance:
         for index in order:
             if index.fqn in saved.tensors:
-                piece = saved.piece(index)
-                for item in items_of[index]:
+                items = items_of[index]
+                views = [functools.partial(_narrowed, item) for item in items]
+                piece = saved.piece(index, views=views)
+                for item in items:
                     _copy_part(saved, item, piece, planner)
             else:
                 file = saved.checked(index)
@@ -213,13 +217,19 @@ def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) ->
             advance(storage[index].length)
 
 
+def _narrowed(item: ReadItem, piece: torch.Tensor) -> torch.Tensor:
+    """Returns what is wanted of a stored piece, from which these offsets count."""
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        piece = piece.narrow(dim, start, length)
+    return piece
+
+
 def _copy_part(
     saved: FolderCheckpoint, item: ReadItem, piece: torch.Tensor, planner: LoadPlanner
 ) -> None:
     try:
-        # These offsets count from the stored piece. `resolve_tensor` has narrowed the target.
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            piece = piece.narrow(dim, start, length)
+        piece = _narrowed(item, piece)
+        # `resolve_tensor` has narrowed the target.
         # Detached, because a leaf that requires a gradient refuses `copy_`.
         target = planner.resolve_tensor(item).detach()
         if target.shape != piece.shape:
@@ -251,6 +261,9 @@ def load_sharded(
             load(target, storage_reader=reader, planner=planner)
     except CheckpointException as error:
         raise CheckpointError(reason_of(error)) from error
+    saved: FolderCheckpoint | None = getattr(reader, "checkpoint", None)
+    if saved is not None:
+        saved.compare_ranges()
 
 
 def reason_of(error: CheckpointException) -> str:

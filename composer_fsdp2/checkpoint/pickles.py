@@ -36,6 +36,7 @@ __all__ = [
     "TRUST_VARIABLE",
     "check_member",
     "damaged",
+    "damaged_bytes",
     "is_refusal",
     "load_object",
     "load_plainly",
@@ -282,14 +283,19 @@ def check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, where: str) 
                 while opened.read(_CHUNK_BYTES):
                     pass
         except Exception as error:  # what zipfile raises depends on the byte
-            raise CheckpointError(
-                f"{where} is damaged: bytes in '{member.filename}' are not those that were "
-                "written. Training would go on from wrong values. Take another checkpoint."
-            ) from error
+            raise damaged_bytes(where, f"'{member.filename}'") from error
     return member.file_size
 
 
 # --- Errors. ---
+
+
+def damaged_bytes(where: str, member: str) -> CheckpointError:
+    """Returns the error for bytes that differ from their checksum."""
+    return CheckpointError(
+        f"{where} is damaged: bytes in {member} are not those that were written. Training would go "
+        "on from wrong values. Take another checkpoint."
+    )
 
 
 def _refused_or_damaged(file: Path | BinaryIO, where: str, error: BaseException) -> CheckpointError:

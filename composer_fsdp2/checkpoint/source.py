@@ -7,6 +7,7 @@ shards and for one file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -16,7 +17,7 @@ import re
 import shlex
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -39,13 +40,23 @@ from composer_fsdp2.checkpoint.metadata import (
 )
 from composer_fsdp2.checkpoint.pickles import (
     check_member,
+    damaged_bytes,
     load_object,
     open_archive,
     trusts,
     unreadable,
 )
+from composer_fsdp2.checkpoint.ranges import (
+    FileWindow,
+    PieceRange,
+    View,
+    gather_suspects,
+    plan_ranges,
+    read_ranges,
+)
 from composer_fsdp2.checkpoint.staging import sync
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.ranks import on_all_ranks
 from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.members import check_private_members
 from composer_fsdp2.torch_private.tensors import flatten_state_dict
@@ -312,6 +323,7 @@ class FolderCheckpoint(Checkpoint):
             if isinstance(entry, TensorStorageMetadata)
             for chunk in entry.chunks
         }
+        self._ranges: dict[MetadataIndex, list[PieceRange]] = {}
 
     def indices(self, key: str) -> list[MetadataIndex]:
         """Returns where the pieces of a value are; an object has one.
@@ -327,23 +339,35 @@ class FolderCheckpoint(Checkpoint):
         """Returns the name of a piece or object in errors."""
         return f"'{index.fqn}' in '{self.path / self.metadata.storage_data[index].relative_path}'"
 
+    @contextlib.contextmanager
+    def _opened(self, index: MetadataIndex) -> Generator[FileWindow]:
+        """Opens the archive of one piece or object.
+
+        Raises:
+            CheckpointError: it is missing, or cannot be read.
+        """
+        info = self.metadata.storage_data[index]
+        path = self.path / info.relative_path
+        try:
+            with path.open("rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size < info.offset + info.length:
+                    raise EOFError(f"it ends before '{index.fqn}' does")
+                yield FileWindow(file.fileno(), info.offset, info.length)
+        except CheckpointError:
+            raise
+        except (OSError, EOFError, ValueError) as error:
+            raise unreadable(path, error) from error
+
     def read(self, index: MetadataIndex, most: int | None = None) -> io.BytesIO:
         """Returns the bytes of one piece or object, at `most` so many from its end.
 
         Raises:
             CheckpointError: they are missing.
         """
-        info = self.metadata.storage_data[index]
-        length = info.length if most is None else min(most, info.length)
-        path = self.path / info.relative_path
-        try:
-            if path.stat().st_size < info.offset + info.length:
-                raise EOFError(f"it ends before '{index.fqn}' does")
-            with path.open("rb") as file:
-                file.seek(info.offset + info.length - length)
-                return io.BytesIO(file.read(length))
-        except (OSError, EOFError, ValueError) as error:
-            raise unreadable(path, error) from error
+        length = self.metadata.storage_data[index].length
+        with self._opened(index) as file:
+            file.seek(0 if most is None else max(length - most, 0))
+            return io.BytesIO(file.read(length))
 
     def checked(self, index: MetadataIndex) -> io.BytesIO:
         """Returns the bytes of one piece or object, its checksums compared.
@@ -358,12 +382,16 @@ class FolderCheckpoint(Checkpoint):
         file.seek(0)
         return file
 
-    def piece(self, index: MetadataIndex, file: io.BytesIO | None = None) -> Any:
+    def piece(
+        self, index: MetadataIndex, file: io.BytesIO | None = None, views: Sequence[View] = ()
+    ) -> Any:
         """Returns an object, or one piece of a tensor as it was saved, its checksum compared.
 
         Args:
             index: of the piece.
             file: its bytes, where `checked` has returned them already.
+            views: take the parts of a tensor that are wanted. Other values may be left out, and
+                `compare_ranges` has to be called then.
 
         Raises:
             CheckpointError: it is missing, damaged, could execute code, or is a piece of another
@@ -371,8 +399,10 @@ class FolderCheckpoint(Checkpoint):
         """
         if index.fqn in self.problems:
             raise self._incomplete()
-        file = self.checked(index) if file is None else file
-        found = load_object(file, self.where(index), trusted=trusts(self.path))
+        found = self._part(index, views) if views else None
+        if found is None:
+            file = self.checked(index) if file is None else file
+            found = load_object(file, self.where(index), trusted=trusts(self.path))
         if index.fqn in self.tensors:
             shape = tuple(self._sizes[index.fqn, index.offset])
             promised = f"a {self.tensors[index.fqn].dtype} of shape {shape}"
@@ -385,6 +415,46 @@ class FolderCheckpoint(Checkpoint):
                     "file belongs to another checkpoint. Take another copy."
                 )
         return found
+
+    def _part(self, index: MetadataIndex, views: Sequence[View]) -> Any:
+        """Returns a piece with the values of views alone, `None` if all have to be read."""
+        info, shape = self.metadata.storage_data[index], self._sizes[index.fqn, index.offset]
+        itemsize = self.tensors[index.fqn].dtype.itemsize
+        spans = plan_ranges(shape, itemsize, views, info.length)
+        if spans is None:
+            return None
+        with self._opened(index) as file:
+            part = read_ranges(file, self.where(index), spans, trusted=trusts(self.path))
+        if part is None:
+            return None
+        self._ranges.setdefault(index, []).extend(part[1])
+        return part[0]
+
+    def compare_ranges(self) -> None:
+        """Compares what ranks have read of pieces with the checksums of these pieces.
+
+        Collective: yes, over the default group. See [Note: checksums of ranges].
+
+        Raises:
+            CheckpointError: a piece is damaged; on every rank.
+        """
+        read, self._ranges = self._ranges, {}
+        infos = {index: self.metadata.storage_data[index] for index in read}
+        numbers = {name: number for number, name in enumerate(self.files)}
+        places = {i: (numbers[info.relative_path], info.offset) for i, info in infos.items()}
+        ranges = [(*places[index], part) for index, parts in read.items() for part in parts]
+        suspects = gather_suspects(ranges)
+        if not suspects:
+            return
+
+        def read_whole() -> None:
+            for index in (index for index in read if places[index] in suspects):
+                values = self.piece(index)
+                for part in read[index]:
+                    if not part.is_of(values):
+                        raise damaged_bytes(self.where(index), "a range")
+
+        on_all_ranks(read_whole)
 
     def tensor(self, key: str) -> torch.Tensor:
         """Returns the whole tensor."""

@@ -15,11 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from composer.utils.checkpoint import FileSystemReaderWithValidation
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composer_fsdp2 import installed
+from composer_fsdp2.checkpoint.load import load_sharded
 from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import check_state, fit, resume
@@ -341,6 +346,46 @@ def test_damage_is_found_and_nothing_is_changed(damage: str, tmp_path: Path):
     path = copied(tmp_path, name, change)
     assert said in refusal(name, model=model, optimizers=optimizer, load_path=path)
     assert largest_difference(model, before) == 0.0
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_ranks_read_parts_of_one_piece(damaged: bool, tmp_path: Path):
+    """The checksum is of the whole piece: all ranks find a byte that one of them has read."""
+    values = torch.randn(150, 200, generator=torch.Generator().manual_seed(0))
+    path = tmp_path / "folder"
+    if dist.get_rank() == 0:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")  # of a save by one rank
+            dcp.save({"w": values}, checkpoint_id=path, no_dist=True)
+        if damaged:
+            data = bytearray((path / "__0_0.distcp").read_bytes())
+            data[data.index(values[60].numpy().tobytes()) + 1] ^= 0x10
+            (path / "__0_0.distcp").write_bytes(data)
+    dist.barrier()
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layouts = {
+        "rows": (meshes, (Shard(0), Shard(0))),
+        "replicas": (meshes, (Replicate(), Shard(0))),
+        "rows and columns": (meshes, (Shard(0), Shard(1))),
+        "columns": (meshes, (Replicate(), Shard(1))),
+    }
+    for name, (mesh, placements) in layouts.items():
+        reader: Any = FileSystemReaderWithValidation(str(path))
+        reader.checkpoint = open_checkpoint(path)
+        target = {"w": distribute_tensor(torch.zeros_like(values), mesh, placements)}
+        with installed():
+            if not damaged:
+                load_sharded(target, reader)
+                assert torch.equal(target["w"].full_tensor(), values), name
+                continue
+            with pytest.raises(CheckpointError) as caught:
+                load_sharded(target, reader)
+        messages: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, str(caught.value))
+        assert len(set(messages)) == 1
+        assert "'w' in" in messages[0]
+        assert "not those that were written" in messages[0]
 
 
 @pytest.mark.world_size(2)
