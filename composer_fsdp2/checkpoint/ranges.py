@@ -17,7 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ class PieceRange:
 
     def is_of(self, values: torch.Tensor) -> bool:
         """Returns whether the values of a whole piece have these bytes in the range."""
-        content = memoryview(values.flatten().view(torch.uint8).numpy())
+        content: Any = values.flatten().view(torch.uint8).numpy()
         return zlib.crc32(content[self.begin : self.end]) == self.found
 
 
@@ -127,9 +127,10 @@ def plan_ranges(
     for part in parts:
         if part.numel() == 0:
             continue
-        unit = next((s for n, s in zip(part.shape, part.stride(), strict=True) if n > 1), 1)
-        begin = part.storage_offset()
-        last = begin + sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True))
+        steps: list[tuple[int, int]] = list(zip(part.shape, part.stride(), strict=True))
+        unit = next((stride for count, stride in steps if count > 1), 1)
+        begin = int(part.storage_offset())
+        last = begin + sum((count - 1) * stride for count, stride in steps)
         spans.append((begin // unit * unit * itemsize, (last // unit + 1) * unit * itemsize))
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
@@ -154,7 +155,7 @@ def read_ranges(
         trusted: whether the user said that it may execute code.
     """
     try:
-        archive = open_archive(file, where)
+        archive = open_archive(cast(BinaryIO, file), where)
         members = archive.infolist()
         storages = [member for member in members if "/data/" in member.filename]
         # A writer may have been told to leave checksums out; then all are zero.
@@ -180,7 +181,8 @@ def read_ranges(
             return None
         start = storage.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
         # What torch has made is larger. Memory that nobody writes to is not taken from the system.
-        values, ranges = np.empty(storage.file_size, dtype=np.uint8), []
+        values: Any = np.empty(storage.file_size, dtype=np.uint8)
+        ranges: list[PieceRange] = []
         tensor = torch.from_numpy(values).view(described.dtype).view(described.shape)
         for begin, end in spans:
             part = values[begin:end]
