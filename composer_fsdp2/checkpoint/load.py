@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -243,6 +244,23 @@ def _copy_part(
     planner.commit_tensor(item, target)
 
 
+class _OwnPlanLoader(DefaultLoadPlanner):
+    """Keeps the plan of each rank there: torch gathers all of them on rank 0, and changes none.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/default_planner.py#L479
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """Returns an empty plan. Collective: no."""
+        self._plan = super().create_local_plan()
+        return LoadPlan([])
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Returns the plan of this rank. Collective: no."""
+        del new_plan
+        return self._plan
+
+
 def load_sharded(
     target: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None = None
 ) -> None:
@@ -258,7 +276,7 @@ def load_sharded(
     """
     try:
         with torch.no_grad():
-            load(target, storage_reader=reader, planner=planner)
+            load(target, storage_reader=reader, planner=planner or _OwnPlanLoader())
     except CheckpointException as error:
         raise CheckpointError(reason_of(error)) from error
     saved: FolderCheckpoint | None = getattr(reader, "checkpoint", None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -21,6 +22,8 @@ from composer_fsdp2.errors import CheckpointError
 __all__ = [
     "MESH",
     "METADATA",
+    "PieceLocation",
+    "StoredPieces",
     "check_counts",
     "check_places",
     "covers_exactly",
@@ -33,12 +36,17 @@ METADATA = ".metadata"
 MESH = "fsdp2_mesh"
 """name of the run's axes in `state.metadata`"""
 
+_MOST = 1 << 62
+"""no file and no dimension is as large"""
+
 Box = tuple[Sequence[int], Sequence[int]]
 """where a piece begins, and its sizes"""
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Reads the `.metadata` of a folder, executing nothing, and moves a root optimizer to `state`.
+
+    Collective: no. Its `storage_data` are `StoredPieces`.
 
     Raises:
         CheckpointError: it is missing, damaged, or asks for something that could execute code.
@@ -61,22 +69,125 @@ def read_metadata(folder: Path) -> Metadata:
             "wrote."
         )
     try:
-        for key, tensor_entry in metadata.state_dict_metadata.items():
-            key.encode()  # what cannot be written cannot be the name of anything
-            if isinstance(tensor_entry, TensorStorageMetadata):
-                parts = [
-                    part for chunk in tensor_entry.chunks for part in (chunk.offsets, chunk.sizes)
-                ]
-                check_counts(key, itertools.chain(tensor_entry.size, *parts))
-        for index, info in metadata.storage_data.items():
-            info.relative_path.encode()
-            check_counts(index.fqn, (info.offset, info.length))
         check_places(metadata, folder)
-        return _as_today(metadata)
+        metadata = _as_today(metadata)
+        _share_chunks(metadata)
+        return replace(metadata, storage_data=StoredPieces(metadata.storage_data))
     except (AttributeError, TypeError, ValueError, LookupError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise senseless_metadata(folder, error) from error
+
+
+def _share_chunks(metadata: Metadata) -> None:
+    """Checks sizes and chunks, and lets tensors that are cut in the same way share one list."""
+    shared: dict[Any, list[Any]] = {}
+    of_list: dict[int, list[Any]] = {}
+    lists: list[Any] = []  # kept, so that no other one gets the number of one of them
+    for key, entry in metadata.state_dict_metadata.items():
+        key.encode()  # what cannot be written cannot be the name of anything
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        check_counts(key, entry.size)
+        if id(entry.chunks) not in of_list:
+            lists.append(entry.chunks)
+            boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+            check_counts(key, itertools.chain.from_iterable(itertools.chain.from_iterable(boxes)))
+            boxes = tuple((tuple(offsets), tuple(sizes)) for offsets, sizes in boxes)
+            of_list[id(entry.chunks)] = shared.setdefault(boxes, entry.chunks)
+        entry.chunks = of_list[id(entry.chunks)]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceLocation:
+    """Where a piece is: names of `torch.distributed.checkpoint`."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
+class StoredPieces(Mapping[MetadataIndex, PieceLocation]):
+    """Locations of the pieces of all values, in few bytes for each.
+
+    torch has two objects for each piece. Ranks times values are millions of them, which take longer
+    to make than to send.
+
+    Args:
+        locations: location by index, as torch has them.
+
+    Raises:
+        ValueError: a number is no count.
+    """
+
+    def __init__(self, locations: Mapping[MetadataIndex, Any]) -> None:
+        rows: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        for index, info in locations.items():
+            rows[index.fqn].append((index.offset, info.relative_path, info.offset, info.length))
+        numbers: dict[str, int] = {}
+        same: dict[Any, Any] = {}
+
+        def shared(value: Any) -> Any:
+            key = value.tobytes() if isinstance(value, np.ndarray) else value
+            return same.setdefault((type(value), key), value)
+
+        self._values: dict[str, tuple[tuple[Any, ...], Any, Any, Any]] = {}
+        for fqn, pieces in rows.items():
+            starts, paths, offsets, lengths = zip(*pieces, strict=True)
+            check_counts(fqn, offsets + lengths)
+            files = [numbers.setdefault(path, len(numbers)) for path in paths]
+            columns = (np.array(column, dtype=np.int64) for column in (files, offsets, lengths))
+            self._values[fqn] = (shared(starts), *map(shared, columns))
+        self._files = list(numbers)
+        for name in self._files:
+            name.encode()
+        self._rows: dict[int, dict[Any, int]] = {}
+
+    def __reduce__(self) -> Any:
+        return _stored_pieces, (self._values, self._files)
+
+    def __getitem__(self, index: MetadataIndex) -> PieceLocation:
+        starts, files, offsets, lengths = self._values[index.fqn]
+        row = self._rows_of(starts)[index.offset]
+        return PieceLocation(self._files[files[row]], int(offsets[row]), int(lengths[row]))
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return itertools.chain.from_iterable(map(self.indices, self._values))
+
+    def __len__(self) -> int:
+        return sum(len(starts) for starts, *_ in self._values.values())
+
+    def _rows_of(self, starts: tuple[Any, ...]) -> dict[Any, int]:
+        # The tuples live as long as this object does.
+        if id(starts) not in self._rows:
+            self._rows[id(starts)] = {start: row for row, start in enumerate(starts)}
+        return self._rows[id(starts)]
+
+    def starts(self, fqn: str) -> tuple[Any, ...]:
+        """Returns where the pieces of a value begin; the same tuple for values cut as one."""
+        return self._values[fqn][0] if fqn in self._values else ()
+
+    def indices(self, fqn: str) -> list[MetadataIndex]:
+        """Returns the indices of the pieces of a value."""
+        return [MetadataIndex(fqn, start) for start in self.starts(fqn)]
+
+    def stored_bytes(self, fqn: str) -> int:
+        """Returns the bytes of all pieces of a value."""
+        return int(self._values[fqn][3].sum()) if fqn in self._values else 0
+
+    def ends(self) -> dict[str, int]:
+        """Returns the bytes that each file has at least."""
+        least = np.zeros(len(self._files), dtype=np.int64)
+        for _, files, offsets, lengths in self._values.values():
+            np.maximum.at(least, files, offsets + lengths)
+        return dict(zip(self._files, least.tolist(), strict=True))
+
+
+def _stored_pieces(values: Any, files: list[str]) -> StoredPieces:
+    """Makes one from what was pickled: ranks send it to each other."""
+    pieces = StoredPieces({})
+    pieces._values, pieces._files = values, files
+    return pieces
 
 
 def _as_today(metadata: Metadata) -> Metadata:
@@ -114,7 +225,9 @@ def senseless_metadata(folder: Path, error: Exception) -> CheckpointError:
 
 def check_counts(key: str, numbers: Iterable[Any]) -> None:
     """Refuses offsets and sizes that are no counts, with a ValueError."""
-    if any(type(number) is not int or number < 0 for number in numbers):
+    numbers = list(numbers)
+    is_int = set(map(type, numbers)) <= {int}
+    if not is_int or not 0 <= min(numbers, default=0) <= max(numbers, default=0) < _MOST:
         raise ValueError(f"{key!a} has a place or a size that is no number")
 
 
@@ -126,13 +239,15 @@ def check_places(metadata: Metadata, folder: Path) -> None:
     Raises:
         CheckpointError: naming the value.
     """
+    inside: set[str] = set()
     for index, info in metadata.storage_data.items():
-        if not is_inside(info.relative_path):
+        if info.relative_path not in inside and not is_inside(info.relative_path):
             raise CheckpointError(
                 f"'{folder / METADATA}' looks for '{index.fqn}' in '{info.relative_path}', outside "
                 "of its own folder. No save writes such a path, and following it could read any "
                 "file. Do not use this checkpoint."
             )
+        inside.add(info.relative_path)
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
                 f"'{index.fqn}' in '{folder}' is stored in a transformed form "

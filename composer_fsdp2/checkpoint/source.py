@@ -15,15 +15,17 @@ import math
 import os
 import re
 import shlex
+import stat
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_fsdp2.checkpoint.metadata import (
     METADATA,
+    StoredPieces,
     check_counts,
     covers_exactly,
     is_inside,
@@ -56,7 +59,7 @@ from composer_fsdp2.checkpoint.ranges import (
 )
 from composer_fsdp2.checkpoint.staging import sync
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import on_all_ranks
+from composer_fsdp2.ranks import of_rank0, on_all_ranks
 from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.members import check_private_members
 from composer_fsdp2.torch_private.tensors import flatten_state_dict
@@ -74,6 +77,8 @@ __all__ = [
     "files_of",
     "flatten",
     "open_checkpoint",
+    "open_on_all_ranks",
+    "read_contents",
     "write_checksums",
 ]
 
@@ -257,6 +262,21 @@ def open_checkpoint(path: str | os.PathLike[str], *, incomplete: bool = False) -
 # --- A folder of shards. ---
 
 
+@dataclass(frozen=True, slots=True)
+class FolderContents:
+    """Holds what is known of a folder without looking at its other files.
+
+    Attributes:
+        metadata: keys, shapes and pieces, with `StoredPieces`.
+        files: name -> bytes that the file has at least.
+        gaps: key -> what is missing of its value.
+    """
+
+    metadata: Metadata
+    files: dict[str, int]
+    gaps: dict[str, str]
+
+
 class FolderCheckpoint(Checkpoint):
     """A folder of shards with a `.metadata`, as torch.distributed.checkpoint writes it.
 
@@ -266,6 +286,8 @@ class FolderCheckpoint(Checkpoint):
     Args:
         path: the folder.
         incomplete: opens it although files are missing, or are still to come.
+        contents: what `read_contents` returns for the folder, which it is asked for by default.
+        share: (i, n) looks at every n-th file from the i-th, so that ranks divide the work.
 
     Attributes:
         files: name -> bytes that the file has at least.
@@ -273,57 +295,44 @@ class FolderCheckpoint(Checkpoint):
 
     kind = "sharded"
 
-    def __init__(self, path: Path, *, incomplete: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        incomplete: bool = False,
+        contents: FolderContents | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         self.path = path
-        checksums = _read_checksums(path)
-        # Before it is unpickled: metadata that is not what was written may ask for much.
-        expected = checksums.get("metadata_sha256")
-        readable = os.access(path / METADATA, os.R_OK)
-        if expected is not None and readable and _digest_of(path / METADATA) != expected:
-            raise CheckpointError(
-                f"'{path / METADATA}' is damaged: it is not what was written beside it in "
-                f"'{CHECKSUMS}'. Values would be looked for in wrong places. Take another "
-                "checkpoint."
-            )
-        metadata = read_metadata(path)
-        try:
-            self.tabulate(metadata)
-            self.files: dict[str, int] = dict(checksums.get("files", {}))
-            for info in self.metadata.storage_data.values():
-                end = info.offset + info.length
-                self.files[info.relative_path] = max(self.files.get(info.relative_path, 0), end)
-            self.problems = dict([*self._find_short_files(), *self._find_gaps()])
-        except (AttributeError, TypeError, LookupError) as error:
-            raise senseless_metadata(path, error) from error
+        contents = read_contents(path) if contents is None else contents
+        self.tabulate(contents.metadata)
+        self.files = contents.files
+        self.problems = {**dict(self._find_short_files(share)), **contents.gaps}
         if self.problems and not incomplete:
             raise self._incomplete()
 
     def tabulate(self, metadata: Metadata) -> None:
         """Takes keys, shapes and pieces from metadata."""
+        if not isinstance(metadata.storage_data, StoredPieces):
+            metadata = replace(metadata, storage_data=StoredPieces(metadata.storage_data))
         self.metadata = metadata
         entries = metadata.state_dict_metadata
-        self.tensors = {
-            key: TensorEntry(tuple(entry.size), entry.properties.dtype)
-            for key, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self.tensors = _tensors_of(metadata)
         self.objects = {key: None for key in entries if key not in self.tensors}.keys()
         # Only a planner that flattens writes the ways to its values.
         ways = metadata.planner_data or {}
         self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
-        if not all(isinstance(way[0], str) for way in self.paths.values()):
-            raise TypeError("a value has no name")
-        self._indices: dict[str, list[MetadataIndex]] = {key: [] for key in entries}
-        for index in metadata.storage_data:
-            self._indices.setdefault(index.fqn, []).append(index)
-        # By their offsets: torch's plan keeps their place in `chunks` as a hint only.
-        self._sizes: dict[tuple[str, Any], torch.Size] = {
-            (key, chunk.offsets): chunk.sizes
-            for key, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-            for chunk in entry.chunks
-        }
+        self._sizes: dict[int, dict[Any, torch.Size]] = {}
         self._ranges: dict[MetadataIndex, list[PieceRange]] = {}
+
+    def sizes(self, index: MetadataIndex) -> torch.Size:
+        """Returns the sizes of a piece of a tensor."""
+        entry: Any = self.metadata.state_dict_metadata[index.fqn]
+        # By their offsets: torch's plan keeps their place in `chunks` as a hint only. Many tensors
+        # have the same list.
+        if id(entry.chunks) not in self._sizes:
+            self._sizes[id(entry.chunks)] = {c.offsets: c.sizes for c in entry.chunks}
+        return self._sizes[id(entry.chunks)][index.offset]
 
     def indices(self, key: str) -> list[MetadataIndex]:
         """Returns where the pieces of a value are; an object has one.
@@ -333,7 +342,7 @@ class FolderCheckpoint(Checkpoint):
         """
         if key in self.problems:
             raise self._incomplete()
-        return self._indices[key]
+        return self.metadata.storage_data.indices(key)
 
     def where(self, index: MetadataIndex) -> str:
         """Returns the name of a piece or object in errors."""
@@ -404,7 +413,7 @@ class FolderCheckpoint(Checkpoint):
             file = self.checked(index) if file is None else file
             found = load_object(file, self.where(index), trusted=trusts(self.path))
         if index.fqn in self.tensors:
-            shape = tuple(self._sizes[index.fqn, index.offset])
+            shape = tuple(self.sizes(index))
             promised = f"a {self.tensors[index.fqn].dtype} of shape {shape}"
             held = f"a {type(found).__name__}"
             if isinstance(found, torch.Tensor):
@@ -418,7 +427,7 @@ class FolderCheckpoint(Checkpoint):
 
     def _part(self, index: MetadataIndex, views: Sequence[View]) -> Any:
         """Returns a piece with the values of views alone, `None` if all have to be read."""
-        info, shape = self.metadata.storage_data[index], self._sizes[index.fqn, index.offset]
+        info, shape = self.metadata.storage_data[index], self.sizes(index)
         itemsize = self.tensors[index.fqn].dtype.itemsize
         spans = plan_ranges(shape, itemsize, views, info.length)
         if spans is None:
@@ -458,14 +467,14 @@ class FolderCheckpoint(Checkpoint):
 
     def tensor(self, key: str) -> torch.Tensor:
         """Returns the whole tensor."""
-        entry, sizes = self.tensors[key], self._sizes
+        entry = self.tensors[key]
         # A rank without rows of a tensor saves an empty piece, which begins at the tensor's end.
-        pieces = [index for index in self.indices(key) if math.prod(sizes[key, index.offset])]
+        pieces = [index for index in self.indices(key) if math.prod(self.sizes(index))]
         if len(pieces) == 1:
             return self.piece(pieces[0])
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         for index in pieces:
-            box = zip(index.offset or (), sizes[key, index.offset], strict=True)
+            box = zip(index.offset or (), self.sizes(index), strict=True)
             place = tuple(slice(start, start + size) for start, size in box)
             whole[place].copy_(self.piece(index))
         return whole
@@ -487,35 +496,18 @@ class FolderCheckpoint(Checkpoint):
         self.piece(part)
         return self.metadata.storage_data[part].length
 
-    def _find_short_files(self) -> Iterator[tuple[str, str]]:
+    def _find_short_files(self, share: tuple[int, int]) -> Iterator[tuple[str, str]]:
         """Yields files that are missing or too short; costs one look at each."""
-        for name, size in self.files.items():
-            file = self.path / name
-            if not file.is_file():
+        first, step = share
+        for name, size in list(self.files.items())[first::step]:
+            try:
+                found = (self.path / name).stat()
+            except (OSError, ValueError):
+                found = None
+            if found is None or not stat.S_ISREG(found.st_mode):
                 yield name, f"'{name}' is missing"
-            elif file.stat().st_size < size:
-                yield name, f"'{name}' has {file.stat().st_size} of {size} bytes"
-
-    def _find_gaps(self) -> Iterator[tuple[str, str]]:
-        """Yields values that no piece covers: a load would leave garbage there."""
-        for key, entry in self.tensors.items():
-            stored = self._indices[key]
-            boxes = [
-                (index.offset or (), self._sizes[key, index.offset])
-                for index in stored
-                if (key, index.offset) in self._sizes
-            ]
-            found, size = sum(math.prod(sizes) for _, sizes in boxes), math.prod(entry.shape)
-            stored_bytes = sum(self.metadata.storage_data[i].length for i in stored)
-            if found != size or len(boxes) != len(stored):
-                yield key, f"pieces of '{key}' hold {found} of {size} elements"
-            elif not covers_exactly(entry.shape, boxes):
-                yield key, f"pieces of '{key}' overlap, and leave gaps between them"
-            elif entry.size_bytes > stored_bytes:
-                yield key, f"'{key}' has {stored_bytes} of {entry.size_bytes} bytes"
-        for key in self.objects:
-            if not self._indices[key]:
-                yield key, f"'{key}' is in no file"
+            elif found.st_size < size:
+                yield name, f"'{name}' has {found.st_size} of {size} bytes"
 
     def _incomplete(self) -> CheckpointError:
         shown = listed(list(self.problems.values()), 20, "")
@@ -523,6 +515,100 @@ class FolderCheckpoint(Checkpoint):
             f"The checkpoint '{self.path}' is incomplete: {shown}. Some weights are not "
             "there. Restore the files, or take another checkpoint."
         )
+
+
+def read_contents(path: Path) -> FolderContents:
+    """Reads and checks the metadata of a folder of shards, and looks at no other file.
+
+    Collective: no.
+
+    Raises:
+        CheckpointError: it is missing, damaged, makes no sense, or could execute code.
+    """
+    checksums = _read_checksums(path)
+    # Before it is unpickled: metadata that is not what was written may ask for much.
+    expected = checksums.get("metadata_sha256")
+    readable = os.access(path / METADATA, os.R_OK)
+    if expected is not None and readable and _digest_of(path / METADATA) != expected:
+        raise CheckpointError(
+            f"'{path / METADATA}' is damaged: it is not what was written beside it in "
+            f"'{CHECKSUMS}'. Values would be looked for in wrong places. Take another "
+            "checkpoint."
+        )
+    metadata = read_metadata(path)
+    try:
+        ways = metadata.planner_data or {}
+        if not all(isinstance(tuple(way)[:1][0], str) for way in ways.values()):
+            raise TypeError("a value has no name")
+        files: dict[str, int] = dict(checksums.get("files", {}))
+        for name, end in metadata.storage_data.ends().items():
+            files[name] = max(files.get(name, 0), end)
+        return FolderContents(metadata, files, dict(_find_gaps(metadata)))
+    except (AttributeError, TypeError, LookupError) as error:
+        raise senseless_metadata(path, error) from error
+
+
+def open_on_all_ranks(
+    path: Path, explain: Callable[[BaseException], BaseException], *, incomplete: bool = False
+) -> FolderCheckpoint:
+    """Opens a folder of shards: rank 0 reads its metadata, and each rank looks at some files.
+
+    Collective: yes, over the default group.
+
+    Args:
+        path: the folder, which may be another one on each node.
+        explain: returns the error to raise for another one.
+        incomplete: opens it although files are missing, or are still to come.
+
+    Raises:
+        CheckpointError: as that of `FolderCheckpoint`, on every rank.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    contents = of_rank0(on_all_ranks(lambda: read_contents(path) if rank == 0 else None, explain))
+    return on_all_ranks(
+        lambda: FolderCheckpoint(
+            path, incomplete=incomplete, contents=contents, share=(rank, ranks)
+        ),
+        explain,
+    )
+
+
+def _tensors_of(metadata: Metadata) -> dict[str, TensorEntry]:
+    return {
+        key: TensorEntry(tuple(entry.size), entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _find_gaps(metadata: Metadata) -> Iterator[tuple[str, str]]:
+    """Yields values that no piece covers: a load would leave garbage there."""
+    stored: StoredPieces = metadata.storage_data
+    tensors = _tensors_of(metadata)
+    layouts: dict[tuple[Any, ...], tuple[int, bool, bool]] = {}
+    for key in metadata.state_dict_metadata:
+        entry: Any = metadata.state_dict_metadata[key]
+        starts = stored.starts(key)
+        if key not in tensors:
+            if not starts:
+                yield key, f"'{key}' is in no file"
+            continue
+        shape, size_bytes = tensors[key].shape, tensors[key].size_bytes
+        layout = shape, id(entry.chunks), id(starts)  # shared by tensors that are cut alike
+        if layout not in layouts:
+            sizes = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
+            boxes = [(start or (), sizes[start]) for start in starts if start in sizes]
+            found = sum(math.prod(part) for _, part in boxes)
+            fits = found == math.prod(shape) and len(boxes) == len(starts)
+            layouts[layout] = found, fits, fits and covers_exactly(shape, boxes)
+        found, fits, covers = layouts[layout]
+        stored_bytes = stored.stored_bytes(key)
+        if not fits:
+            yield key, f"pieces of '{key}' hold {found} of {math.prod(shape)} elements"
+        elif not covers:
+            yield key, f"pieces of '{key}' overlap, and leave gaps between them"
+        elif size_bytes > stored_bytes:
+            yield key, f"'{key}' has {stored_bytes} of {size_bytes} bytes"
 
 
 def write_checksums(folder: Path) -> None:

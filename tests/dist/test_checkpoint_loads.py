@@ -25,7 +25,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.load import load_sharded
-from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
+from composer_fsdp2.checkpoint.source import (
+    FolderCheckpoint,
+    open_checkpoint,
+    open_on_all_ranks,
+)
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import check_state, fit, resume
 from tests.support.fsdp1_fixtures import path_of, tiny_model
@@ -386,6 +390,32 @@ def test_ranks_read_parts_of_one_piece(damaged: bool, tmp_path: Path):
         assert len(set(messages)) == 1
         assert "'w' in" in messages[0]
         assert "not those that were written" in messages[0]
+
+
+@pytest.mark.world_size(4)
+def test_one_rank_reads_the_metadata_and_each_file_is_looked_at_once(tmp_path: Path):
+    """A thousand ranks would look at a thousand files each, and unpickle millions of pieces."""
+    path = Path(copied(tmp_path))
+    looked: list[str] = []
+    opened: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        stat, read = Path.stat, Path.read_bytes
+        patch.setattr(Path, "stat", lambda self, **k: looked.append(self.name) or stat(self, **k))
+        patch.setattr(Path, "read_bytes", lambda self: opened.append(self.name) or read(self))
+        saved = open_on_all_ranks(path, lambda error: error)
+    files = {name for name in os.listdir(path) if name.endswith(".distcp")}
+    assert files <= set(saved.files)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, (".metadata" in opened, [f for f in looked if f in files]))
+    assert [reads for reads, _ in everyone] == [True, False, False, False]
+    assert sorted(name for _, names in everyone for name in names) == sorted(files)
+    alone = open_checkpoint(path)
+    assert isinstance(alone, FolderCheckpoint)
+    assert dict(saved.metadata.storage_data) == dict(alone.metadata.storage_data)
+    assert saved.tensors == alone.tensors
+    assert saved.paths == alone.paths
+    for key in saved.tensors:
+        assert torch.equal(saved.tensor(key), alone.tensor(key))
 
 
 @pytest.mark.world_size(2)

@@ -36,6 +36,7 @@ from composer_fsdp2.checkpoint.source import (
     detect_kind,
     flatten,
     open_checkpoint,
+    open_on_all_ranks,
 )
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
@@ -356,8 +357,8 @@ class _ShardedLoad(_Load):
 
     def _opened(self, local: Path, remote: Any, reader: Any) -> tuple[FolderCheckpoint, StateDict]:
         """Returns the folder with the names of the run, and what the run loads. Collective: yes."""
-        saved = reader.checkpoint = on_all_ranks(
-            lambda: FolderCheckpoint(local, incomplete=remote is not None), as_checkpoint_error
+        saved = reader.checkpoint = open_on_all_ranks(
+            local, as_checkpoint_error, incomplete=remote is not None
         )
         if remote is not None:
             on_all_ranks(lambda: check_objects(saved, remote), as_checkpoint_error)
