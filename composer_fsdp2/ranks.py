@@ -56,17 +56,17 @@ def is_fake(group: dist.ProcessGroup | None = None) -> bool:
 def raise_on_all_ranks(
     facts: Mapping[str, Any],
     error: BaseException | None = None,
-    group: dist.ProcessGroup | None = None,
+    gather: Callable[[Any], list[Any]] | None = None,
 ) -> list[Mapping[str, Any]]:
     """Raises one error on every rank when any rank failed or holds other facts.
 
-    Collective: yes, over `group`.
+    Collective: yes, over the default group, or those that `gather` uses.
 
     Args:
         facts: name -> text. Names that start with `~` are exchanged and may differ, and may be any
             plain value.
         error: what this rank would have raised.
-        group: the default group by default.
+        gather: returns the plain value of each rank, from all ranks. Facts may differ then.
 
     Returns:
         The facts of every rank; of those that must be equal, a digest of the text.
@@ -85,9 +85,11 @@ def raise_on_all_ranks(
         for name, fact in facts.items()
     }
     everyone: list[tuple[_Failure | None, Mapping[str, Any]]] = [(failed, sent)]
-    if dist.is_initialized() and not is_fake(group) and dist.get_world_size(group) > 1:
-        everyone = [(None, {})] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (failed, sent), group=group)
+    if gather is not None:
+        everyone = gather((failed, sent))
+    elif dist.is_initialized() and not is_fake() and dist.get_world_size() > 1:
+        everyone = [(None, {})] * dist.get_world_size()
+        dist.all_gather_object(everyone, (failed, sent))
     _raise_first(everyone, error)
     first = everyone[0][1]
     for rank, (_, theirs) in enumerate(everyone):
@@ -96,8 +98,7 @@ def raise_on_all_ranks(
                 # All ranks are here, because all have the same digests.
                 texts = [[facts.get(name, "")] for _ in range(2)]
                 for text, source in zip(texts, (0, rank), strict=True):
-                    source = source if group is None else dist.get_global_rank(group, source)
-                    dist.broadcast_object_list(text, source, group)
+                    dist.broadcast_object_list(text, source)
                 ours, other = (text[0].splitlines() for text in texts)
                 lines = difflib.unified_diff(
                     ours, other, "rank 0", f"rank {rank}", lineterm="", n=1
@@ -117,17 +118,17 @@ def raise_on_all_ranks(
 def on_all_ranks(
     act: Callable[[], Value],
     explain: Callable[[BaseException], BaseException] = lambda error: error,
-    group: dist.ProcessGroup | None = None,
+    gather: Callable[[Any], list[Any]] | None = None,
 ) -> Value:
     """Calls a function, and raises one error on every rank when it fails on any rank.
 
-    Collective: yes, over `group`.
+    Collective: yes, over the default group, or those that `gather` uses.
 
     Args:
         act: what this rank does; other ranks may do something else, or nothing.
         explain: returns the error to raise for one of this rank. What it raises ends this rank
             alone: for an error that every rank has.
-        group: the default group by default.
+        gather: as in `raise_on_all_ranks`.
 
     Returns:
         What this rank's action returns.
@@ -147,7 +148,7 @@ def on_all_ranks(
         error = explain(failed)
         if error is not failed:
             error.__cause__ = failed
-    raise_on_all_ranks({}, error, group)
+    raise_on_all_ranks({}, error, gather)
     return result  # pyright: ignore[reportReturnType]
 
 

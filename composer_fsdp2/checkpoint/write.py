@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
+import pickle
 import secrets
 import shutil
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.load import reason_of
@@ -44,6 +47,7 @@ from composer_fsdp2.checkpoint.staging import (
 )
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import on_all_ranks, raise_on_all_ranks
+from composer_fsdp2.step.agreement import Agreement
 from composer_fsdp2.torch_private.tensors import local_part
 
 __all__ = [
@@ -69,8 +73,8 @@ class Savers:
         node: the number of this rank's machine, or the first rank on it.
     """
 
-    everyone: dist.ProcessGroup | None
-    writers: dist.ProcessGroup | None
+    everyone: Agreement | None
+    writers: Agreement | None
     writes: bool
     node: int = 0
 
@@ -123,11 +127,12 @@ def write_sharded(
     Raises:
         CheckpointError: on every rank, when any rank could not write. Nothing appears then.
     """
-    group = savers.everyone
+    group = savers.everyone or Agreement()
+    writers = savers.writers or group
     facts = {"~token": secrets.token_hex(6), "~folder": (savers.node, os.path.abspath(folder))}
-    everyone = raise_on_all_ranks(facts, group=group)
+    everyone = raise_on_all_ranks(facts, gather=group.of_all)
     folders = [theirs["~folder"] for theirs in everyone]
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = group.rank
     first = folders.index(folders[rank]) == rank
     temporary, locks = hidden(folder, everyone[0]["~token"]), contextlib.ExitStack()
     made = False
@@ -141,19 +146,18 @@ def write_sharded(
         locks.enter_context(locked(temporary, shared=True))
 
     def write_shards() -> None:
-        save(
+        _save(
             state_dict,
             # FileSystemWriter forces each file to the disk before it returns (`sync_files`).
-            storage_writer=_Writer(temporary),
-            planner=planner or ShardSavePlanner(),
-            process_group=savers.writers,
+            _Writer(temporary),
+            planner or ShardSavePlanner(),
+            writers,
         )
 
     def look() -> None:
         if publications is not None:
             publications.note(folder)
-        writer = dist.get_rank(savers.writers) if dist.is_initialized() else 0
-        file = folder / f"__{writer}_0.distcp"
+        file = folder / f"__{writers.rank if savers.writes else 0}_0.distcp"
         if savers.writes and not file.is_file():
             raise CheckpointError(
                 f"The checkpoint '{folder}' could not be written as a whole: '{file.name}' is not "
@@ -180,14 +184,14 @@ def write_sharded(
 
 @_signals_after()
 def together(
-    group: dist.ProcessGroup | None, act: Callable[[], object], path: Path, *, when: bool = True
+    group: Agreement | None, act: Callable[[], object], path: Path, *, when: bool = True
 ) -> None:
     """Acts on the ranks that are to, and raises on every rank of the group when any could not.
 
     Collective: yes.
 
     Args:
-        group: all ranks that call this.
+        group: all ranks that call this; `None` is the default group.
         act: writes, or prepares to.
         path: the checkpoint.
         when: whether this rank acts.
@@ -207,7 +211,8 @@ def together(
         return unwritten(path, refused) if refused is not None else CheckpointError(text)
 
     try:
-        on_all_ranks(lambda: act() if when else None, explain, group)
+        gather = None if group is None else group.of_all
+        on_all_ranks(lambda: act() if when else None, explain, gather)
     except CheckpointError as agreed:
         if any(said in str(agreed) for said in _SAID):
             raise
@@ -215,6 +220,77 @@ def together(
             f"The checkpoint '{path}' could not be written: {agreed}. Nothing is left of it, and "
             "earlier ones are as they were. Make room there, or give another place."
         ) from agreed
+
+
+def _save(
+    state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner, ranks: Agreement
+) -> None:
+    """Saves as torch does, with plans and results that go by rows and columns of ranks.
+
+    Collective: yes, over `ranks`. torch takes one group, and gloo connects each rank of it with
+    each other.
+
+    Raises:
+        CheckpointException: on every rank, with the errors of all.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/state_dict_saver.py#L296
+    """
+    first, metadata = ranks.rank == 0, Metadata({})
+
+    def plan_local() -> SavePlan:
+        arguments: dict[str, Any] = {"state_dict": state_dict, "is_coordinator": first}
+        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+            arguments["storage_meta"] = writer.storage_meta()
+        planner.set_up_planner(**arguments)
+        writer.set_up_storage_writer(first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_global(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> Any:
+        return writer.write_data(planner.finish_plan(plan), planner).wait()
+
+    def finish(results: list[Any]) -> list[None]:
+        writer.finish(metadata, results)
+        return [None] * len(results)
+
+    plan = _step("plan", plan_local, plan_global, ranks)
+    _step("write", write, finish, ranks)
+
+
+def _step(
+    name: str, act: Callable[[], Any], combine: Callable[[list[Any]], list[Any]], ranks: Agreement
+) -> Any:
+    """Returns what the first rank makes of what all ranks have done. Collective: yes."""
+
+    def answer(received: list[Any]) -> list[Any]:
+        failures = {rank: error for rank, (_, error) in enumerate(received) if error is not None}
+        values: Any = [None] * len(received)
+        if not failures:
+            values, error = _attempt(lambda: combine([value for value, _ in received]))
+            if error is not None:
+                values, failures = [None] * len(received), {0: error}
+        return [(value, failures) for value in values]
+
+    value, failures = ranks.answered(_attempt(act), answer)
+    if failures:
+        nowhere = traceback.StackSummary()
+        raise CheckpointException(name, {rank: (e, nowhere) for rank, e in failures.items()})
+    return value
+
+
+def _attempt(act: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Returns a value, or an error that every rank can read."""
+    try:
+        return act(), None
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            if str(pickle.loads(pickle.dumps(error))) == str(error):
+                return None, error
+        return None, RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class _Writer(FileSystemWriter):

@@ -13,7 +13,9 @@ them as any other.
 [Note: rows of ranks] gloo sends a small number around a ring, one rank after the other, and
 connects each rank of a group with each other. So many ranks stand in rows and columns: a number
 goes around the rows, and what came of it around the columns. Of 1,024 ranks 124 hops follow each
-other instead of 2,046, and a rank has 62 sockets instead of 1,023.
+other instead of 2,046, and a rank has 62 sockets instead of 1,023. Where their number is no product
+of two that are near each other, some rows have one rank more, which stands in no column: the first
+rank of its row sends it what came of the columns.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import datetime
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ __all__ = ["Agreement", "agreement_of", "connected", "neighbours"]
 
 _ROWS_FROM = 32
 """with more ranks, messages go by rows and columns; see [Note: rows of ranks]"""
+_LONGEST = 4
+"""a row is at most so many times as long as a column"""
 
 
 class Agreement:
@@ -47,15 +51,33 @@ class Agreement:
             default group by default.
         device: on which the numbers are sent: the CPU, or where gloo does not get through that of
             the default group, whose answers wait for it.
+        ranks: those that agree, in the order of the rows; by default those of the one group.
+        has_rest: whether a rank of this rank's row stands in no column.
     """
 
     def __init__(
-        self, groups: Sequence[dist.ProcessGroup] = (), device: torch.device | str = "cpu"
+        self,
+        groups: Sequence[dist.ProcessGroup] = (),
+        device: torch.device | str = "cpu",
+        ranks: Sequence[int] | None = None,
+        *,
+        has_rest: bool = False,
     ) -> None:
         self.groups, self.device = tuple(groups), torch.device(device)
         self._parts = self.groups or (None,)
+        self._ranks = ranks
+        self._rest = self.groups[:1] if has_rest else ()
         self.collectives = 0
         """how many were made so far"""
+
+    @property
+    def rank(self) -> int:
+        """Returns the number of this rank among those that agree."""
+        if not dist.is_initialized():
+            return 0
+        if self._ranks is None:
+            return dist.get_rank(self._parts[0])
+        return self._ranks.index(dist.get_rank())
 
     def maximum(self, numbers: Sequence[int]) -> list[int]:
         """Returns the largest of each of the ranks' numbers. Collective: yes."""
@@ -82,17 +104,55 @@ class Agreement:
         self.collectives += 1
         for group in self._parts:
             dist.broadcast_object_list(box, group=group, group_src=0)
-        return box[0]
+        return self._with_rest(box)[0]
 
     def of_all(self, value: Any) -> list[Any]:
         """Returns the plain value of each rank. Collective: yes."""
         values = [value]
+        if not dist.is_initialized():
+            return values
         self.collectives += 1
         for group in self._parts:
             parts: list[list[Any]] = [[]] * dist.get_world_size(group)
             dist.all_gather_object(parts, values, group=group)
             values = [rank_value for part in parts for rank_value in part]
-        return values
+        return self._with_rest([values])[0]
+
+    def answered(self, value: Any, answer: Callable[[list[Any]], list[Any]]) -> Any:
+        """Returns what the first rank answers to this rank's plain value. Collective: yes.
+
+        Args:
+            value: of this rank.
+            answer: called on the first rank with the values of all, in order; returns an answer to
+                each. It must not raise, because the others wait.
+        """
+        if not dist.is_initialized():
+            return answer([value])[0]
+        sent, asked = [value], []
+        self.collectives += 1
+        for group in self._parts:
+            first = dist.get_rank(group) == 0
+            received: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+            dist.gather_object(sent, received, group=group, group_dst=0)
+            asked.append((group, received))
+            if received is None:
+                break
+            sent = [rank_value for part in received for rank_value in part]
+        else:
+            sent = answer(sent)
+        for group, received in reversed(asked):
+            each = iter(sent)
+            parts = None if received is None else [[next(each) for _ in part] for part in received]
+            box: list[Any] = [None]
+            dist.scatter_object_list(box, parts, group=group, group_src=0)
+            sent = box[0]
+        return sent[0]
+
+    def _with_rest(self, box: list[Any]) -> list[Any]:
+        """Sends what came of the columns to the rank of the row that stands in none."""
+        for group in self._rest:
+            dist.broadcast_object_list(box, group=group, group_src=0)
+        return box
 
     def _reduced(self, numbers: Sequence[int], operation: Any) -> list[int]:
         if dist.get_world_size() == 1:
@@ -102,6 +162,8 @@ class Agreement:
         self.collectives += 1
         for group in self._parts:
             dist.all_reduce(sent, op=operation, group=group)
+        for group in self._rest:
+            dist.broadcast(sent, group=group, group_src=0)
         return sent.tolist()
 
 
@@ -119,7 +181,8 @@ def agreement_of(device: torch.device) -> Agreement:
     world: Any = dist.group.WORLD
     if world in _agreements:
         return _agreements[world]
-    takes = takes_cpu_tensors(dist.get_backend_config(world)) and len(_members(world)) == 1
+    is_small = not rank_rows_and_columns(world.size())[1]
+    takes = takes_cpu_tensors(dist.get_backend_config(world)) and is_small
     if world.size() == 1 or is_fake(world) or takes:
         agreement = Agreement()
     else:
@@ -134,38 +197,57 @@ def agreement_of(device: torch.device) -> Agreement:
     return agreement
 
 
-def connected(timeout: datetime.timedelta, device: torch.device, lost: str) -> Agreement | None:
+def connected(
+    timeout: datetime.timedelta,
+    device: torch.device,
+    lost: str,
+    ranks: Sequence[int] | None = None,
+) -> Agreement | None:
     """Returns an agreement over new groups, `None` with a warning where gloo does not get through.
 
-    Collective: yes, over the default group too. The arguments are those of `gloo_groups`.
-    """
-    world: Any = dist.group.WORLD
-    groups = gloo_groups(_members(world), timeout, device, lost)
-    return None if groups is None else Agreement(groups)
-
-
-def _members(world: dist.ProcessGroup) -> list[list[int]]:
-    """Returns the ranks of each group to make."""
-    # With a default group that is bound to a device, torch 2.7 has NCCL split for each group that
-    # a rank is not in, a gloo group too, and waits for ever.
-    is_bound = world.bound_device_id is not None
-    return [list(range(world.size()))] if is_bound else rank_rows_and_columns(world.size())
-
-
-def rank_rows_and_columns(count: int) -> list[list[int]]:
-    """Returns the ranks of each row, then of each column; see [Note: rows of ranks].
+    Collective: yes, over the default group too, on ranks that do not agree as well: what they get
+    is of no use to them. The first arguments are those of `gloo_groups`.
 
     Args:
-        count: of all ranks. Few of them, or a prime number, make one row.
+        timeout: of collectives.
+        device: of the default group's collectives.
+        lost: what ranks do without.
+        ranks: those that agree; all of them by default.
+    """
+    ranks = range(dist.get_world_size()) if ranks is None else ranks
+    rows, columns = rank_rows_and_columns(len(ranks))
+    members = [[ranks[number] for number in group] for group in (*rows, *columns)]
+    groups = gloo_groups(members, timeout, device, lost)
+    if groups is None:
+        return None
+    rank = dist.get_rank()
+    row = next((group for group in members if rank in group), [])
+    has_rest = bool(columns) and any(sum(other in m for m in members) == 1 for other in row)
+    return Agreement(groups, ranks=ranks, has_rest=has_rest)
+
+
+def rank_rows_and_columns(count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the ranks of each row, and of each column; see [Note: rows of ranks].
+
+    Args:
+        count: of all ranks. Few of them make one row and no column.
     """
     everyone = list(range(count))
+    if count < _ROWS_FROM:
+        return [everyone], []
     divisors = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
-    height = divisors[-1] if count >= _ROWS_FROM else 1
+    height, rest = divisors[-1], 0
     width = count // height
-    rows = [everyone[begin : begin + width] for begin in range(0, count, width)]
-    return rows + [everyone[begin::width] for begin in range(width if height > 1 else 0)]
+    if width > _LONGEST * height:
+        width = math.isqrt(count)
+        height, rest = divmod(count, width)
+    starts = [row * width + min(row, rest) for row in range(height)]
+    ends = [*starts[1:], count]
+    rows = [everyone[start:end] for start, end in zip(starts, ends, strict=True)]
+    return rows, [[start + column for start in starts] for column in range(width)]
 
 
 def neighbours(count: int) -> int:
-    """Returns the number of ranks in the row and column of each of `count` ranks."""
-    return sum(len(group) - 1 for group in rank_rows_and_columns(count) if 0 in group)
+    """Returns the most ranks that are in the row and column of one of `count` ranks."""
+    rows, columns = rank_rows_and_columns(count)
+    return sum(len(group) - 1 for group in (*rows, *columns) if 0 in group)

@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,9 @@ def gloo_groups(
     failed = None
     for ranks in members:  # all of them on every rank, after an error too: groups have numbers
         try:
-            made: Any = dist.new_group(ranks=ranks, backend="gloo", timeout=min(timeout, _PROBE))
+            with _unbound():
+                limit = min(timeout, _PROBE)
+                made: Any = dist.new_group(ranks=ranks, backend="gloo", timeout=limit)
             if dist.get_rank() in ranks:
                 set_timeout(timeout, made)
                 groups.append(made)
@@ -63,6 +65,22 @@ def gloo_groups(
         warnings.warn(f"gloo cannot connect the ranks: {said}. {lost}", stacklevel=2)
         return None
     return groups
+
+
+@contextlib.contextmanager
+def _unbound() -> Generator[None]:
+    """Makes groups without a split of NCCL's communicator.
+
+    With a default group that is bound to a device, torch has NCCL split on each rank that is not in
+    a new group, a gloo group too. Its members do not split, so all wait for ever:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/distributed_c10d.py#L1873
+    """
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _name_interface() -> None:

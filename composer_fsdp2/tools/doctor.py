@@ -348,8 +348,7 @@ def _network(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
     settings = run.settings
     # Groups for agreements, others for the order of collectives, and those of saves.
     saves = settings.async_save and 1 + (settings.data_parallel_replicate_degree not in (None, 1))
-    agreements = (1 + (settings.order_check != "never")) * neighbours(run.ranks)
-    sockets = agreements + saves * (run.ranks - 1) + 100
+    sockets = (1 + (settings.order_check != "never") + saves) * neighbours(run.ranks) + 100
     yield from _warnings(
         (
             0 <= machine.open_files < sockets,

@@ -19,7 +19,7 @@ from composer.core import Callback, State
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.step import agreement, gloo
-from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.agreement import agreement_of, connected
 from composer_fsdp2.step.gloo import takes_cpu_tensors
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives
 from composer_fsdp2.torch_private.tensors import timeout_of
@@ -173,19 +173,66 @@ def test_groups_of_all_ranks_are_made_once(config: dict[str, Any], rows_from: in
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "columns"),
-    [(1024, 32, 32), (1000, 25, 40), (64, 8, 8), (1016, 8, 127), (37, 1, 0), (16, 1, 0)],
+    ("ranks", "rows", "columns", "sockets"),
+    [
+        (1024, 32, 32, 62),
+        (1000, 25, 40, 63),
+        (64, 8, 8, 14),
+        (1016, 32, 31, 62),  # 8 times 127
+        (37, 6, 6, 11),
+        (2819, 53, 53, 105),
+        (16, 1, 0, 15),
+    ],
 )
-def test_a_number_passes_few_ranks_one_after_the_other(ranks: int, rows: int, columns: int):
+def test_a_number_passes_few_ranks_one_after_the_other(
+    ranks: int, rows: int, columns: int, sockets: int
+):
     made = agreement.rank_rows_and_columns(ranks)
-    assert [len(group) for group in made] == [ranks // rows] * rows + [rows] * columns
-    for part in (made[:rows], made[rows:]):
-        assert sorted(rank for group in part for rank in group) == (
-            list(range(ranks)) if part else []
-        )
-    # Whoever is in a column with this rank stands in another row.
-    assert {len({*row} & {*column}) for row in made[:rows] for column in made[rows:]} <= {1}
-    assert agreement.neighbours(ranks) == ranks // rows - 1 + max(0, rows - 1)
+    assert tuple(map(len, made)) == (rows, columns)
+    assert [rank for row in made[0] for rank in row] == list(range(ranks))
+    for number, column in enumerate(made[1]):
+        assert [row[number] for row in made[0]] == column
+    # At most one rank of a row stands in no column, and it is the last one.
+    assert {len(row) - columns for row in made[0]} <= {0, 1} or not made[1]
+    assert agreement.neighbours(ranks) == sockets
+
+
+@pytest.mark.world_size(5)
+def test_a_prime_number_of_ranks_stands_in_rows_and_columns():
+    """Rows of 3 and 2: the last rank of the first row is in no column."""
+    rank = dist.get_rank()
+    with as_on_nccl(rows_from=5):
+        found = agreement_of(CPU)
+        members = [dist.get_process_group_ranks(group) for group in found.groups]
+        row, column = ([0, 1, 2] if rank < 3 else [3, 4]), [[0, 3], [1, 4], [], [0, 3], [1, 4]]
+        assert members == [part for part in (row, column[rank]) if part]
+        assert found.rank == rank
+        assert found.total([rank, 1]) == [10, 5]
+        assert found.min_max(rank) == (0, 4)
+        for one in range(5):
+            assert found.any_rank(rank == one)
+        assert found.of_rank0(f"rank {rank}") == "rank 0"
+        assert found.of_all(f"rank {rank}") == [f"rank {n}" for n in range(5)]
+        answers = lambda values: [f"{value}!" for value in values]  # noqa: E731
+        assert found.answered(f"rank {rank}", answers) == f"rank {rank}!"
+        of_four = connected(datetime.timedelta(seconds=60), CPU, "", [1, 2, 3, 4])
+        assert of_four is not None
+        assert (of_four.groups == ()) == (rank == 0)
+
+
+@pytest.mark.world_size(4)
+def test_a_default_group_that_is_bound_to_a_device_makes_rows_and_columns():
+    """torch would have NCCL split on the ranks that are not in a group, and wait for ever."""
+    world: Any = dist.group.WORLD
+    with as_on_nccl(rows_from=4):
+        world.bound_device_id = torch.device("cuda", 0)
+        try:
+            found = agreement_of(CPU)
+            assert world.bound_device_id == torch.device("cuda", 0)
+        finally:
+            world.bound_device_id = None
+        assert [group.size() for group in found.groups] == [2, 2]
+        assert found.total([dist.get_rank()]) == [6]
 
 
 @pytest.mark.world_size(2)

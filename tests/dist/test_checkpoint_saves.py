@@ -30,6 +30,7 @@ from composer_fsdp2.checkpoint.convert import convert_to_sharded
 from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
 from composer_fsdp2.checkpoint.write import Savers, write_sharded
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.step import agreement
 from composer_fsdp2.trainer.checkpoint import save
 from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
@@ -61,6 +62,29 @@ def test_five_and_five_steps_are_ten(kind: str, tmp_path: Path):
 def test_hsdp(tmp_path: Path):
     fsdp2 = {"async_save": True, "data_parallel_replicate_degree": 2}
     _check_resume(tmp_path, fsdp2, FORMATS["sharded"])
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_ranks_of_a_background_save_talk_in_rows_and_columns(
+    replicas: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """gloo connects each rank of a group with each other, so no new group has all of them."""
+    sizes: list[int] = []
+    monkeypatch.setattr(agreement, "_ROWS_FROM", 4)
+    make = dist.new_group
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        group = make(*args, **kwargs)
+        if kwargs.get("backend") == "gloo" and isinstance(group, dist.ProcessGroup):
+            sizes.append(group.size())
+        return group
+
+    monkeypatch.setattr(dist, "new_group", counted)
+    fsdp2 = {"async_save": True, "data_parallel_replicate_degree": replicas}
+    _check_resume(tmp_path, fsdp2, FORMATS["sharded"])
+    assert sizes
+    assert max(sizes) == 2
 
 
 @pytest.mark.table

@@ -47,7 +47,7 @@ from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.prepare.settings import TrainerFSDP2Config
 from composer_fsdp2.ranks import of_rank0, on_all_ranks, raise_on_all_ranks
-from composer_fsdp2.step.gloo import gloo_groups
+from composer_fsdp2.step.agreement import Agreement, connected
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.checkpoint.load_steps import Ignore, StateDict, drop_keys
@@ -342,7 +342,8 @@ def _savers(state: State) -> Savers:
             assert run is not None
             group = run.first_copy
     node = dist.get_global_rank() - dist.get_local_rank()
-    return Savers(None, group if writes else None, writes=writes, node=node)
+    writers = Agreement((group,)) if writes and group is not None else None
+    return Savers(None, writers, writes=writes, node=node)
 
 
 # --- Saving while training goes on ---
@@ -367,14 +368,8 @@ class _Background:
     Its ranks talk on process groups of their own, so that training's collectives keep their order.
     """
 
-    def __init__(self, state: State, everyone: torch.distributed.ProcessGroup) -> None:
-        """Makes the process group of the ranks that write. Collective: yes."""
-        savers, writers = _savers(state), everyone
-        ranks = [r for r, writes in enumerate(dist.all_gather_object(savers.writes)) if writes]
-        if len(ranks) < dist.get_world_size():
-            # All ranks call `new_group`, those that are not in the group too.
-            writers = torch.distributed.new_group(ranks, backend="gloo")
-        self.savers = replace(savers, everyone=everyone, writers=writers if savers.writes else None)
+    def __init__(self, savers: Savers) -> None:
+        self.savers = savers
         self.staging = Staging()
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
@@ -432,15 +427,8 @@ def save_in_background(
     if getattr(state.fsdp_config, "async_save", False):
         finish_background_save(original, saver, logger)
         if saver not in _backgrounds:
-            # gloo, because the copies are in CPU memory.
-            groups = gloo_groups(
-                [range(dist.get_world_size())],
-                default_pg_timeout,
-                _device_of(state),
-                "Training waits while a checkpoint is written, as without async_save. Set "
-                "GLOO_SOCKET_IFNAME to the interface they share.",
-            )
-            _backgrounds[saver] = None if groups is None else _Background(state, groups[0])
+            savers = _background_savers(state)
+            _backgrounds[saver] = None if savers is None else _Background(savers)
         background = _backgrounds[saver]
     if background is None:
         save_and_upload(original, saver, state, logger)
@@ -453,6 +441,25 @@ def save_in_background(
     latest = saver.latest_filename if saver.num_checkpoints_to_keep != 0 else None
     link = None if latest is None else Path(latest.format(state))
     background.start(snapshot, link, state)
+
+
+def _background_savers(state: State) -> Savers | None:
+    """Returns who saves beside training, on groups of their own; `None` with a warning.
+
+    Collective: yes. gloo, because the copies are in CPU memory.
+    """
+    savers, device = _savers(state), _device_of(state)
+    ranks = [r for r, writes in enumerate(dist.all_gather_object(savers.writes)) if writes]
+    lost = (
+        "Training waits while a checkpoint is written, as without async_save. Set "
+        "GLOO_SOCKET_IFNAME to the interface they share."
+    )
+    everyone = writers = connected(default_pg_timeout, device, lost)
+    if everyone is not None and len(ranks) < dist.get_world_size():
+        writers = connected(default_pg_timeout, device, lost, ranks)
+    if everyone is None or writers is None:
+        return None
+    return replace(savers, everyone=everyone, writers=writers if savers.writes else None)
 
 
 def _device_of(state: State) -> torch.device:
