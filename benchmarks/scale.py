@@ -1,4 +1,8 @@
-"""What rank 0 pays to plan a sharded save, from 64 ranks to 2,816, beside torch's planner.
+"""What many ranks cost: planning a sharded save, opening and reading it, and sockets.
+
+`python benchmarks/scale.py open read` shows some of it; by default all of it is shown.
+
+Planning a save, from 64 ranks to 2,816, beside torch's planner.
 
 Method: every rank of a run is simulated in one process: a state dict of the weights of a
 Llama-like model and the moments and steps of AdamW, each tensor cut into rows as FSDP2 cuts it.
@@ -18,24 +22,56 @@ the exponent between the two largest of them, and the line says so. `exponent` i
 between the number of ranks of the line before and of this line.
 
 Goals: 8B at 2,816 ranks under 10 s, and under 2 s after the first save; 70B under 60 and 10 s.
+
+Opening a checkpoint. Method: the metadata of a save over some ranks is written as torch writes it,
+without the files.
+
+- `rank0_s`: rank 0 reads and checks it;
+- `torch_unpickle_s`: pickle reads the same file, as every rank does with torch;
+- `sent_mb`: what rank 0 sends to the others, pickled in `rank0_send_s`;
+- `rank_s`: another rank makes a checkpoint of that;
+- `rank_plan_s`: a rank plans its load with torch's planner and looks up its pieces.
+
+Goal: 8B at 2,816 ranks under 5 s a rank.
+
+Reading it on another number of ranks. Method: the ranges that each rank reads, with what an archive
+has beside values, computed by the functions of a load; `read` is the sum over ranks, over the bytes
+of the values that they need, and `read_whole_pieces` that of a load of whole pieces. Goal: 1.1.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import io
 import math
 import pickle
 import statistics
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import shapes
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from composer_fsdp2.checkpoint.metadata import METADATA
+from composer_fsdp2.checkpoint.ranges import plan_ranges
 from composer_fsdp2.checkpoint.save_plan import ShardSavePlanner
+from composer_fsdp2.checkpoint.source import FolderCheckpoint, read_contents
+from composer_fsdp2.step.agreement import neighbours
 from tests.support.save_plans import local_plan, rows_of
 
 MODELS = {
@@ -43,6 +79,9 @@ MODELS = {
     "70b": (80, 8192, 28672, 1024, 128256),
 }
 """layers; widths of the model, of its MLP, and of keys and values; size of the vocabulary"""
+
+FIGURES = ("save", "open", "read", "sockets")
+"""what is measured"""
 
 Planner = Callable[[], DefaultSavePlanner]
 
@@ -119,14 +158,160 @@ def exponent(before: tuple[int, float], now: tuple[int, float]) -> float:
     return math.log(now[1] / before[1]) / math.log(now[0] / before[0])
 
 
+# --- Resuming on many ranks. ---
+
+PAIRS = (
+    (64, 63),
+    (64, 96),
+    (64, 512),
+    (64, 2816),
+    (512, 384),
+    (512, 2816),
+    (2816, 512),
+    (2816, 2048),
+)
+"""ranks that saved, and ranks that load"""
+
+
+def saved_metadata(sizes: dict[str, tuple[int, ...]], ranks: int) -> Metadata:
+    """Returns the metadata of a save, with a file for each rank."""
+    archive = archive_bytes()
+    properties = TensorProperties(dtype=torch.float32)
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    paths: dict[str, Any] = {}
+    ends = [0] * ranks
+    layouts: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+    for name, size in sizes.items():
+        for path in keys_of(name):
+            key = ".".join(path)
+            paths[key] = path
+            if path[-1] == "step":
+                entries[key] = TensorStorageMetadata(
+                    properties, torch.Size(), [ChunkStorageMetadata(torch.Size(), torch.Size())]
+                )
+                pieces: list[Any] = [(torch.Size(), 4)]
+            else:
+                if size not in layouts:
+                    shards = [rows_of(size, rank, ranks) for rank in range(ranks)]
+                    boxes = [(torch.Size(s.offsets), torch.Size(s.sizes)) for s in shards]
+                    layouts[size] = [ChunkStorageMetadata(*box) for box in dict(boxes).items()]
+                entries[key] = TensorStorageMetadata(properties, torch.Size(size), layouts[size])
+                pieces = [(c.offsets, 4 * math.prod(c.sizes)) for c in layouts[size]]
+            for rank, (offsets, values) in enumerate(pieces):
+                length = values + archive
+                # Each rank sends texts of its own, which are written one by one.
+                index = MetadataIndex(f"{key}", offsets)
+                storage[index] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], length)
+                ends[rank] += length
+    return Metadata(entries, paths, storage)
+
+
+def keys_of(name: str) -> list[tuple[str, ...]]:
+    """Returns the paths of a parameter and of AdamW's state of it."""
+    state = ("state", "optimizers", "AdamW", "state", name)
+    return [("state", "model", name), *((*state, k) for k in ("exp_avg", "exp_avg_sq", "step"))]
+
+
+def archive_bytes() -> int:
+    """Returns what the archive of a piece has beside the values."""
+    file = io.BytesIO()
+    torch.save(torch.zeros(1024), file)
+    return len(file.getvalue()) - 4096
+
+
+def opening(model: str, ranks: int) -> None:
+    """Measures how a checkpoint of some ranks is opened: on rank 0, and on any other one."""
+    sizes = sizes_of(model)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / METADATA).write_bytes(pickle.dumps(saved_metadata(sizes, ranks)))
+        gc.collect()
+        begun = time.process_time()
+        theirs = pickle.loads((folder / METADATA).read_bytes())
+        torch_s, pieces = time.process_time() - begun, len(theirs.storage_data)
+        del theirs
+        gc.collect()
+        begun = time.process_time()
+        contents = read_contents(folder)
+        rank0_s = time.process_time() - begun
+        begun = time.process_time()
+        sent = pickle.dumps(contents)
+        send_s = time.process_time() - begun
+        size_mb = (folder / METADATA).stat().st_size / 1e6
+        del contents
+        gc.collect()
+        begun = time.process_time()
+        received = pickle.loads(sent)
+        saved = FolderCheckpoint(
+            folder, incomplete=True, contents=received, share=(ranks - 1, ranks)
+        )
+        rank_s = time.process_time() - begun
+    begun = time.process_time()
+    entries: Any = saved.metadata.state_dict_metadata
+    for name, size in sizes.items():
+        shard = rows_of(size, ranks // 3, ranks)
+        chunk = ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+        for path in keys_of(name)[:3]:
+            key = ".".join(path)
+            for item in create_read_items_for_chunk_list(key, entries[key], [chunk]):
+                assert saved.metadata.storage_data[item.storage_index].length > 0
+    plan_s = time.process_time() - begun
+    line = {"model": model, "ranks": ranks, "pieces": pieces, "metadata_mb": size_mb}
+    line |= {"sent_mb": len(sent) / 1e6, "rank0_s": rank0_s, "rank0_send_s": send_s}
+    line |= {"rank_s": rank_s, "rank_plan_s": plan_s, "torch_unpickle_s": torch_s}
+    shapes.emit("open", line)
+
+
+def reading(model: str, before: int, after: int) -> None:
+    """Computes the bytes that ranks read of a checkpoint, over those that they need."""
+    archive, needed, whole, read = archive_bytes(), 0, 0, 0
+    for size, count in Counter(sizes_of(model).values()).items():
+        step = rows_of(size, 0, before).sizes[0]
+        row = 4 * math.prod(size[1:])
+        for rank in range(after):
+            shard = rows_of(size, rank, after)
+            start, end = shard.offsets[0], shard.offsets[0] + shard.sizes[0]
+            for first in range(start // step * step, end, step):
+                rows = min(step, size[0] - first)
+                begin, stop = max(start - first, 0), min(end - first, rows)
+                stored = rows * row + archive
+                spans = plan_ranges((rows, *size[1:]), 4, [lambda t: t[begin:stop]], stored)  # noqa: B023
+                needed += 3 * count * (stop - begin) * row
+                whole += 3 * count * stored
+                part = stored if spans is None else archive + sum(b - a for a, b in spans)
+                read += 3 * count * part
+    line = {"model": model, "ranks_before": before, "ranks": after, "read": read / needed}
+    shapes.emit("read", line | {"read_whole_pieces": whole / needed, "gb": read / 1e9})
+
+
+def sockets(ranks: int) -> None:
+    """Computes the sockets of a rank: gloo connects each rank of a group with each other.
+
+    Channels are those of agreements, of the order check, and of a save beside training.
+    """
+    channels = ("agreements", "order_check", "async_save")
+    line = {"ranks": ranks, **dict.fromkeys(channels, neighbours(ranks))}
+    shapes.emit("sockets", line | {"one_group_of_all": ranks - 1})
+
+
 def main() -> None:
     """A line for each number of ranks and planner."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("figures", nargs="*", help=f"of {', '.join(FIGURES)}; all by default")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 2816])
     parser.add_argument("--torch-ranks", type=int, nargs="+", default=[32, 64, 128])
     args = parser.parse_args()
+    figures = args.figures or FIGURES
+    for ranks in sorted({*args.ranks, 2819, 16384}) if "sockets" in figures else ():
+        sockets(ranks)
     for model in args.models:
+        for ranks in sorted(args.ranks) if "open" in figures else ():
+            opening(model, ranks)
+        for before, after in PAIRS if "read" in figures else ():
+            reading(model, before, after)
+    for model in args.models if "save" in figures else ():
         sizes = sizes_of(model)
         measured = []
         for ranks in sorted(args.torch_ranks):
