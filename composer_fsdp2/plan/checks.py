@@ -20,10 +20,11 @@ from torch.nn.parameter import is_lazy
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.held_tensors import held_tensors
-from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, memory_of
+from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, is_packed, memory_of
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.plan.wrap_plan import ShardUnit
 from composer_fsdp2.text import child_name, listed, quoted
+from composer_fsdp2.torch_private.units import gathers_integers
 
 __all__ = ["check_model", "left_whole", "refuse_gradients", "refuse_unreadable"]
 
@@ -49,6 +50,18 @@ def refuse_unreadable(tree: ModuleTree) -> None:
             f"{listed(lazy)} has no shape yet: a lazy module gets it in its first call. There is "
             "nothing to shard until then. Call the model once with a batch before it is prepared, "
             "or give the sizes (`nn.Linear` instead of `nn.LazyLinear`)."
+        )
+    unpacked = [
+        ref.name
+        for ref in tree.params
+        if type(ref.param).__name__ == "Params4bit" and not is_packed(ref.param)
+    ]
+    if unpacked:
+        raise PlanError(
+            f"{listed(unpacked)} is to be packed in 4 bits by bitsandbytes, and is not yet: that "
+            "happens when a weight with values is moved to a device, and a shard cannot be packed. "
+            "Load the base with its values on every rank (not with `init_device: mixed` or "
+            "`meta`), on the device of the run."
         )
     for path, module in tree.modules():
         if isinstance(module, FSDPModule):
@@ -195,6 +208,8 @@ def _problem_of(name: str, param: nn.Parameter) -> str | None:
             "such tensors exist. Register the integers (`.int_repr()`) as a buffer and compute "
             "`scale * integers` in forward, or train `.dequantize()`."
         )
+    if is_packed(param):
+        return _packed_problem(name, param)
     if _is_foreign(param):
         return (
             f"'{name}' is of the class {type(param).__name__}, which FSDP2 would exchange for a "
@@ -231,6 +246,21 @@ def _problem_of(name: str, param: nn.Parameter) -> str | None:
             f"'{name}' is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}). "
             "FSDP2 cuts the memory into rows, so it needs rows that follow each other. Store it as "
             "`nn.Parameter(weight.contiguous())`."
+        )
+    return None
+
+
+def _packed_problem(name: str, param: nn.Parameter) -> str | None:
+    if param.requires_grad:
+        return (
+            f"'{name}' is packed in 4 bits by bitsandbytes, and is to be trained. The gradient is "
+            "that of its bytes. Freeze it, and train adapters."
+        )
+    if not gathers_integers():
+        return (
+            f"'{name}' is packed in 4 bits by bitsandbytes, and this torch has no gather that "
+            "leaves its bytes alone: they would be cast to the dtype of the run. Write `frozen: "
+            "replicate`, which keeps it on every rank, or install torch 2.14 or newer."
         )
     return None
 

@@ -223,6 +223,11 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module._parameters.values() if param is not None]
 
 
+def is_packed(param: nn.Parameter) -> bool:
+    """Whether a parameter has a weight that bitsandbytes has packed in 4 bits."""
+    return getattr(param, "quant_state", None) is not None
+
+
 def attribute_of(module: nn.Module, name: str, default: object = None) -> Any:
     """Reads an attribute as `getattr` does, but quickly where a module has none of the name.
 

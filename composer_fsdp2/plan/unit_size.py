@@ -21,7 +21,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.wrapping import PrecisionSpec, UnitSettings
-from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, is_wrapper, may_be_unit
+from composer_fsdp2.plan.module_tree import (
+    ModuleTree,
+    ParamRef,
+    is_packed,
+    is_wrapper,
+    may_be_unit,
+)
 from composer_fsdp2.plan.wrap_plan import Decision, WrapPlan
 
 __all__ = [
@@ -59,7 +65,8 @@ class UnitSizes:
         """Returns the bytes of the weights behind the names, each once."""
         total = 0
         for param in {id(ref.param): ref.param for ref in refs}.values():
-            cast = self.gathered_in if param.dtype.is_floating_point else None
+            is_cast = param.dtype.is_floating_point and not is_packed(param)
+            cast = self.gathered_in if is_cast else None
             total += param.numel() * (cast or param.dtype).itemsize
         return total
 

@@ -32,6 +32,7 @@ from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import of_rank0
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
 from composer_fsdp2.shard.layout import Layout, slot_of
+from composer_fsdp2.shard.packed_weights import prepare_packed_weights
 from composer_fsdp2.shard.unit_hooks import (
     InputCast,
     MakeHook,
@@ -202,11 +203,13 @@ def apply_plan(
     """
     check_private_members()
     tree = merge_aliases(tree or ModuleTree.read(model))
+    device = torch.empty(0, device=mesh.device_type).device  # with its index
+    tree = prepare_packed_weights(tree, plan.units, device)
     shard_mesh, make_hook = probe_reduction(mesh)
     layout = Layout(tree, plan)
     weights = InitialWeights(
         tree,
-        torch.empty(0, device=mesh.device_type).device,  # with its index
+        device,
         of_rank0(shared_seed()) if seed is None else seed,
         rank0_has_values=rank0_has_values,
         some_on_meta=some_on_meta,

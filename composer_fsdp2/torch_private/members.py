@@ -81,7 +81,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             _STATE: "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init "
             "_pre_backward _device",
             _GROUP: "fsdp_params device",
-            _PARAM: "sharded_param _sharded_param_data",
+            _PARAM: "sharded_param _sharded_param_data init_dtype_attrs",
             _TENSOR: "_backward_hooks _post_accumulate_grad_hooks _is_view",
             _MODULE: "_forward_pre_hooks",
             "torch.ops.aten": "_unsafe_view _local_scalar_dense",

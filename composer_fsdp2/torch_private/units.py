@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.torch_private.tensors import local_tensor
@@ -34,6 +36,7 @@ __all__ = [
     "gather_bytes",
     "gathered_memory",
     "gathered_param",
+    "gathers_integers",
     "has_gradient",
     "has_run",
     "hear_backward",
@@ -403,6 +406,17 @@ def stands_in(param: Any, tensor: object) -> bool:
     record = vars(param)
     names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
     return any(tensor is record.get(name) for name in names)
+
+
+@functools.cache
+def gathers_integers() -> bool:
+    """Says whether torch gathers a parameter of integers as it is, in mixed precision too."""
+    record = SimpleNamespace(
+        sharded_param=torch.empty(0, dtype=torch.uint8), _has_sharded_grad_dtype_override=True
+    )
+    owner: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    owner.FSDPParam.init_dtype_attrs(record, MixedPrecisionPolicy(torch.bfloat16))
+    return record.param_dtype is None
 
 
 def gathered_memory(param: Any) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def lora(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     heads: tuple[int, int] = (2, 1),
+    prepare_base: Callable[[nn.Module], object] = lambda base: None,
     **changes: Any,
 ) -> HuggingFaceModel:
     """A small Llama with adapters, made as LLM Foundry makes it."""
@@ -57,6 +59,7 @@ def lora(
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     config = llama_config(tied, hidden_size=16, vocab_size=32, use_cache=False, **sizes)
     base = LlamaForCausalLM(config).to(dtype)
+    prepare_base(base)
     torch.manual_seed(seed)
     settings = {
         "r": 2,

@@ -22,7 +22,7 @@ REASONS = (
     "torch has no ",  # a feature by its name
     "transformers has no ",  # a model by its name
 )
-EXTRAS = {"foundry": "llm-foundry", "fp8": "torchao"}
+EXTRAS = {"foundry": "llm-foundry", "fp8": "torchao", "qlora": "bitsandbytes"}
 """Libraries that a run of the tests may go without; all other ones of a test are in `test`."""
 
 _EXTRA = "needs the extra "
