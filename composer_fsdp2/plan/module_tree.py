@@ -31,10 +31,12 @@ __all__ = [
     "group_ties",
     "has_forward",
     "inside_wrappers",
+    "is_packed",
     "is_wrapper",
     "may_be_unit",
     "memory_of",
     "own_parameters",
+    "packing_text",
     "tied_groups",
     "without_wrappers",
 ]
@@ -226,6 +228,14 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
 def is_packed(param: nn.Parameter) -> bool:
     """Whether a parameter has a weight that bitsandbytes has packed in 4 bits."""
     return getattr(param, "quant_state", None) is not None
+
+
+def packing_text(param: Any) -> str:
+    """Returns how a weight is packed, and nothing for any other."""
+    if not is_packed(param):
+        return ""
+    state = param.quant_state
+    return f"{state.quant_type} {state.blocksize} nested={state.nested} of {tuple(state.shape)}"
 
 
 def attribute_of(module: nn.Module, name: str, default: object = None) -> Any:

@@ -30,7 +30,7 @@ from composer_fsdp2.optim.local import MatrixOptimizer
 from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.module_tree import ModuleTree, packing_text
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.unit_size import UnitSizes
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
@@ -175,7 +175,8 @@ class PreparePlan:
     def facts(self) -> dict[str, Any]:
         """Returns the facts that ranks must have in common, and those that each rank reports."""
         params = (
-            f"{ref.name} {ref.param.shape} {ref.param.dtype} {ref.param.requires_grad}"
+            f"{ref.name} {ref.param.shape} {ref.param.dtype} {ref.param.requires_grad} "
+            f"{packing_text(ref.param)}".rstrip()
             for ref in self.tree.params
         )
         buffers = (

@@ -42,8 +42,9 @@ def prepare_packed_weights(
     sharded = {name for unit in units for name in unit.params}
     for ref in packed:
         layer: Any
+        param: Any = ref.param
         layer, attribute = slot_of(tree, ref)
-        layer.quant_state = ref.param.quant_state
+        layer.quant_state = param.quant_state
         layer.quant_state.to(device)
         for scales in _tensors_of(layer.quant_state):
             broadcast_from_rank0(scales, device)
@@ -51,7 +52,7 @@ def prepare_packed_weights(
         layer.support_avx512bf16_for_cpu = False
         layer.register_state_dict_post_hook(_leave_out)
         if ref.name in sharded:
-            data = ref.param.detach().as_subclass(torch.Tensor).view(torch.uint8)
+            data = param.detach().as_subclass(torch.Tensor).view(torch.uint8)
             layer._parameters[attribute] = nn.Parameter(data, requires_grad=False)
             layer.register_forward_pre_hook(_give_quant_state)
     if not packed:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from composer.models import HuggingFaceModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import PlanError, prepare_fully_shard
+from composer_fsdp2 import ModelWeights, PlanError, prepare_fully_shard
 from composer_fsdp2.plan.module_tree import ModuleTree, is_packed
 from composer_fsdp2.shard.packed_weights import prepare_packed_weights
 from composer_fsdp2.torch_private.units import gathers_integers
@@ -25,6 +27,7 @@ from tests.support.parity import OPTIMIZERS, Recipe, autocast, device_for, full,
 from tests.support.training import largest_difference
 
 bnb: Any = pytest.importorskip("bitsandbytes.nn", reason="needs the extra qlora")
+dequantize_4bit: Any = pytest.importorskip("bitsandbytes.functional").dequantize_4bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
 needs_integers = pytest.mark.skipif(
@@ -155,6 +158,19 @@ def test_a_base_that_is_not_packed_yet(frozen: str):
 
 
 @pytest.mark.world_size(2)
+def test_a_base_that_is_packed_otherwise():
+    model = qlora(nested=bool(dist.get_rank()))
+    with pytest.raises(PlanError, match="set of parameters and buffers"):
+        prepare_fully_shard(model, None, {"frozen": "replicate"})
+
+
+@pytest.mark.world_size(2)
+def test_layers_that_are_divided():
+    with pytest.raises(PlanError, match="Linear4bit"):
+        prepare_fully_shard(qlora(), None, {"tensor_parallel": 2})
+
+
+@pytest.mark.world_size(2)
 def test_a_base_that_is_to_be_trained():
     model = qlora(torch.float32)
     model.requires_grad_(True)
@@ -219,3 +235,45 @@ def test_resumes_on_other_ranks(
         whole = ranks(before, _saved, folder, kind, frozen, adapters_only)[0]
         for found in ranks(after, _resumed, folder, kind, adapters_only)[0]:
             assert largest_difference(found, whole) <= 1e-6
+
+
+# --- Weights for an engine. ---
+
+
+def as_packed(base: nn.Module) -> None:
+    """Gives the layers that would be packed the values that they would compute with."""
+    copied = copy.deepcopy(base)
+    packed(copied)
+    for name, layer in copied.named_modules():
+        if isinstance(layer, bnb.Linear4bit):
+            values = dequantize_4bit(layer.weight, layer.quant_state)
+            base.get_submodule(name).weight.data.copy_(values)
+
+
+@pytest.mark.table("shard-merged" if "shard" in FROZEN else "replicate-merged")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("adapters", ["merged", "only"])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_weights_are_handed_out_unpacked(frozen: str, adapters: Any):
+    plain, model = lora(prepare_base=as_packed), qlora(torch.float32)
+    prepare_fully_shard(model, None, {"frozen": frozen})
+    weights = ModelWeights(model, adapters=adapters, every_rank=True)
+    if adapters == "only":
+        expected = peft.get_peft_model_state_dict(plain.model)
+    else:
+        expected = plain.model.merge_and_unload().state_dict()
+        expected.pop("lm_head.weight")  # tied
+    found = dict(weights)
+    assert [(n, w.dtype, w.shape) for n, w in found.items()] == [
+        (info.name, info.dtype, info.shape) for info in weights.metadata()
+    ]
+    assert found.keys() == expected.keys()
+    assert largest_difference(found, expected) <= 1e-7
+
+
+@pytest.mark.world_size(2)
+def test_adapters_that_cannot_be_merged_into_packed_weights():
+    model = qlora(use_dora=True)
+    prepare_fully_shard(model, None, {"frozen": "replicate"})
+    with pytest.raises(PlanError, match=r"adds more than a product .* Write adapters='only'"):
+        ModelWeights(model)

@@ -45,6 +45,7 @@ from composer_fsdp2.checkpoint.write import (
 )
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
+from composer_fsdp2.plan.module_tree import is_packed
 from composer_fsdp2.prepare.settings import TrainerFSDP2Config
 from composer_fsdp2.ranks import of_rank0, on_all_ranks, raise_on_all_ranks
 from composer_fsdp2.step.agreement import Agreement, connected
@@ -114,11 +115,14 @@ def check_saved_names(state: State) -> None:
         ConfigError: the first save would stop the run.
     """
     saved = set(state.model.state_dict())
+    # Once they are prepared, state dicts leave them out; see [Note: packed weights].
+    params = state.model.named_parameters()
+    packed = tuple(f"{name}." for name, param in params if is_packed(param))
     for child_name, child in state.model.named_children():
         for key in child.state_dict():
             path, _, attribute = key.rpartition(".")
             name = f"{child_name}.{key}"
-            if name not in saved or attribute == "_extra_state":
+            if name not in saved or attribute == "_extra_state" or name.startswith(packed):
                 continue
             try:
                 exists = hasattr(child.get_submodule(path), attribute)

@@ -222,7 +222,8 @@ def _parts(
             if tensor is None or (id(tensor) in seen and not tied):
                 continue
             seen.add(id(tensor))
-            if name in module._parameters and not tensor.is_floating_point():
+            is_int = name in module._parameters and not tensor.is_floating_point()
+            if is_int and _packing(module, name) is None:
                 quantized.append(prefix + name)
                 continue
             yield _single_part(prefix + name, module, name, dtype)
@@ -239,18 +240,31 @@ def _single_part(key: str, module: nn.Module, name: str, dtype: torch.dtype | No
         tensor = getattr(module, name).detach()
         form = form_of(getattr(module, name))
         # Cast before it is sent. Nobody asks a remote expert's empty shard.
-        full = form.full(tensor if form.is_remote else _cast(tensor, dtype))
+        full = form.full(tensor if form.is_remote or is_packed else _cast(tensor, dtype))
         assert full is not None
-        return {key: full}
+        return {key: _cast(_unpacked(module, name, full), dtype)}
 
-    return _Part({key: _meta(getattr(module, name), dtype)}, read)
+    is_packed = _packing(module, name) is not None
+    return _Part({key: _meta(module, name, dtype)}, read)
+
+
+def _packing(module: nn.Module, name: str) -> Any:
+    """Returns how bitsandbytes packed a weight in 4 bits, else `None`."""
+    return getattr(module, "quant_state", None) if name == "weight" else None
+
+
+def _unpacked(module: nn.Module, name: str, full: torch.Tensor) -> torch.Tensor:
+    """Returns a weight with the elements that the layer computes with."""
+    if (quant_state := _packing(module, name)) is None:
+        return full
+    return importlib.import_module("bitsandbytes.functional").dequantize_4bit(full, quant_state)
 
 
 def _merged_part(prefix: str, layer: Any, dtype: torch.dtype | None) -> _Part:
     """Returns the weights below an adapter, with what the adapter adds.
 
     Raises:
-        PlanError: the weight is quantized.
+        PlanError: as `_refuse_unmergeable`.
     """
     base = layer.get_base_layer()
     slots = [
@@ -259,13 +273,7 @@ def _merged_part(prefix: str, layer: Any, dtype: torch.dtype | None) -> _Part:
         for name, param in module._parameters.items()
         if param is not None
     ]
-    for name, param in base._parameters.items():
-        if param is not None and not param.is_floating_point():
-            raise PlanError(
-                f"'{prefix}{name}' is quantized. Adapters that are merged into it would be rounded "
-                "to it, and the engine would compute something else than the run. Write "
-                "adapters='only', and give the engine the base model's folder."
-            )
+    _refuse_unmergeable(prefix, layer)
 
     def read() -> Tensors:
         sharded = [module._parameters[name] for module, name in slots]
@@ -276,9 +284,10 @@ def _merged_part(prefix: str, layer: Any, dtype: torch.dtype | None) -> _Part:
                 full = form_of(param).full(param.detach())
                 assert full is not None
                 # Merging writes into it, and it may be the parameter itself.
-                module._parameters[name] = nn.Parameter(full.clone(), param.requires_grad)
+                values = _unpacked(module, name, full.clone())
+                module._parameters[name] = nn.Parameter(values, param.requires_grad)
             if merge:
-                layer.merge()
+                _merge(layer)
             return {
                 f"{prefix}{name}": _cast(param.detach(), dtype)
                 for name, param in base._parameters.items()
@@ -291,17 +300,56 @@ def _merged_part(prefix: str, layer: Any, dtype: torch.dtype | None) -> _Part:
                 layer.merged_adapters.clear()
 
     metas = {
-        f"{prefix}{name}": _meta(param, dtype)
+        f"{prefix}{name}": _meta(base, name, dtype)
         for name, param in base._parameters.items()
         if param is not None
     }
     return _Part(metas, read)
 
 
-def _meta(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    shape = form_of(tensor).model_shape(tensor.shape)
-    kept = dtype is None or not tensor.is_floating_point()
-    return torch.empty(shape, dtype=tensor.dtype if kept else dtype, device="meta")
+def _merge(layer: Any) -> None:
+    """Adds what the active adapters add to the full weight below them."""
+    base = layer.get_base_layer()
+    if _packing(base, "weight") is None:
+        layer.merge()
+        return
+    for adapter in layer.active_adapters:  # PEFT would pack the sum again
+        if adapter in layer.lora_A:
+            base.weight.add_(layer.get_delta_weight(adapter))
+
+
+def _refuse_unmergeable(prefix: str, layer: Any) -> None:
+    """Refuses what PEFT would round.
+
+    Raises:
+        PlanError: the weight is of integers, or packed below an adapter that is not of LoRA alone.
+    """
+    base = layer.get_base_layer()
+    for name, param in base._parameters.items():
+        is_int = param is not None and not param.is_floating_point()
+        if is_int and _packing(base, name) is None:
+            raise PlanError(
+                f"'{prefix}{name}' is quantized. Adapters that are merged into it would be rounded "
+                "to it, and the engine would compute something else than the run. Write "
+                "adapters='only', and give the engine the base model's folder."
+            )
+    if _packing(base, "weight") is None:
+        return
+    variants = [*getattr(layer, "lora_variant", ())] + [a for a, b in layer.lora_bias.items() if b]
+    if variants or not hasattr(layer, "get_delta_weight"):
+        raise PlanError(
+            f"The adapter of '{prefix}weight' adds more than a product of two matrices (DoRA, "
+            "lora_bias or another kind), and the weight is packed in 4 bits. PEFT merges such an "
+            "adapter into a weight that it packs again. Write adapters='only'."
+        )
+
+
+def _meta(module: nn.Module, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor, quant_state = getattr(module, name), _packing(module, name)
+    shape = quant_state.shape if quant_state else form_of(tensor).model_shape(tensor.shape)
+    own = quant_state.dtype if quant_state else tensor.dtype
+    kept = dtype is None or not own.is_floating_point
+    return torch.empty(shape, dtype=own if kept else dtype, device="meta")
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
