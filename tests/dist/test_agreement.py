@@ -290,13 +290,35 @@ def test_gloo_is_told_the_interface_where_the_host_name_leads_to_loopback(
 class Limited(Callback):
     """On one rank, memory runs out after backward for microbatches of more than two samples."""
 
-    def __init__(self) -> None:
-        self.times = 0
+    def __init__(self, rank: int = 1) -> None:
+        self.rank, self.times = rank, 0
 
     def after_backward(self, state: State, logger: Any) -> None:
-        if dist.get_rank() == 1 and len(state.outputs) > 2:
+        if dist.get_rank() == self.rank and len(state.outputs) > 2:
             self.times += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+@pytest.mark.matrix
+@pytest.mark.world_size(5, timeout=60)
+@pytest.mark.parametrize("rank", range(5))
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
+def test_a_prime_number_of_ranks_leaves_together(rank: int):
+    """The others wait in its row, in its column, or for what comes of the columns."""
+    model, limited = built(TinyComposer), Limited(rank)
+    with as_on_nccl(rows_from=5), installed():
+        trainer = trainer_for(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            samples_of(4, 8),
+            device_train_microbatch_size="auto",
+            callbacks=[limited],
+        )
+        trainer.fit()
+        trainer.close()
+    assert limited.times == (1 if dist.get_rank() == rank else 0)
+    assert trainer.state.device_train_microbatch_size == 2
+    assert int(trainer.state.timestamp.batch) == 2
 
 
 @pytest.mark.world_size(4, timeout=60)
