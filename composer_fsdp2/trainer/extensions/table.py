@@ -85,9 +85,7 @@ CALLBACKS = (
             lambda callback: callback.event == Event.INIT,
         ),
     ),
-    Extension(
-        "MLPerfCallback", "needs mlperf-logging, which no test has; asks for metrics only"
-    ),
+    Extension("MLPerfCallback", "needs mlperf-logging, which no test has; asks for metrics only"),
     Extension("MemoryMonitor", "CUDA only, as without FSDP"),
     Extension("MemorySnapshot", "CUDA only, as without FSDP"),
     Extension("NaNMonitor", "all ranks raise together"),
