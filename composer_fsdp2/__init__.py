@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from composer_fsdp2.trainer.extensions.monitor import FSDP2Monitor
     from composer_fsdp2.trainer.extensions.weights_out import ModelWeights
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "ActivationPlan": "blocks.activation",
