@@ -146,7 +146,7 @@ def test_every_rank_has_the_base_of_rank_0(frozen: str):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("frozen", ["shard", "replicate"])
+@pytest.mark.parametrize("frozen", FROZEN)
 def test_a_base_that_is_not_packed_yet(frozen: str):
     """As on the ranks of `init_device: mixed`, or before it is moved to a device."""
     model = qlora()
@@ -164,6 +164,7 @@ def test_a_base_that_is_packed_otherwise():
         prepare_fully_shard(model, None, {"frozen": "replicate"})
 
 
+@needs_integers
 @pytest.mark.world_size(2)
 def test_layers_that_are_divided():
     with pytest.raises(PlanError, match="Linear4bit"):
