@@ -167,7 +167,7 @@ def test_a_base_that_is_packed_otherwise():
 @needs_integers
 @pytest.mark.world_size(2)
 def test_layers_that_are_divided():
-    with pytest.raises(PlanError, match="Linear4bit"):
+    with pytest.raises(PlanError, match="not a plain LoRA of a linear layer"):
         prepare_fully_shard(qlora(), None, {"tensor_parallel": 2})
 
 
