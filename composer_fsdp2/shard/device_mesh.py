@@ -12,8 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.ranks import is_fake
+from composer_fsdp2.torch_private.tensors import root_mesh
 
-__all__ = ["build_mesh", "mesh_with_replicas", "note_replicas", "with_cpu_backend"]
+__all__ = ["build_mesh", "mesh_of_replica", "mesh_with_replicas", "with_cpu_backend"]
 
 _REPLICA_MESHES: Any = WeakIdKeyDictionary()
 """mesh of the shards of one replica -> mesh with all replicas"""
@@ -37,14 +38,38 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
     return root[tuple(name for name in shape.axes if name != TENSOR_AXIS)]
 
 
-def note_replicas(mesh: DeviceMesh, replicas: DeviceMesh) -> None:
-    """Remembers for the mesh of a replica that of all replicas, whose gradients are averaged.
+def mesh_of_replica(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the ranks that shard this rank's replica, and remembers the mesh of all replicas.
 
     Collective: no.
+
+    Args:
+        mesh: (replicate, shard), on its own or cut out of a mesh with a tensor axis.
     """
+    root, (_, *names) = root_mesh(mesh), mesh.mesh_dim_names or ()
+    if TENSOR_AXIS in (root.mesh_dim_names or ()):
+        # For each parameter that lies on a tensor axis torch 2.7 cuts a mesh out of the root, in
+        # time that grows with the replicas, unless the axes of the parameter are all of the root:
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/device_mesh.py#L139
+        axes = (*names, TENSOR_AXIS)
+        replica = DeviceMesh.from_group(
+            [root.get_group(axis) for axis in axes],
+            root.device_type,
+            mesh=root.mesh[root.get_local_rank(0)],
+            mesh_dim_names=axes,
+        )
+        # There, equal meshes have one root, the last that they were cut out of. In newer torch each
+        # mesh has its own, and parameters keep that of all replicas.
+        if root_mesh(replica) is replica:
+            tensor = root[TENSOR_AXIS]
+            if root_mesh(replica[TENSOR_AXIS]) is root_mesh(tensor):
+                root = replica
+    # Torch 2.7 cuts axes out of a whole mesh alone.
+    shards = root[names[0]]
     # FSDP2 gives this very object to the DTensors that it makes of plain parameters. By identity:
     # after the process group was destroyed and made again, another mesh may be equal to it.
-    _REPLICA_MESHES[mesh] = replicas
+    _REPLICA_MESHES[shards] = mesh
+    return shards
 
 
 def mesh_with_replicas(mesh: DeviceMesh) -> DeviceMesh:

@@ -39,12 +39,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from composer_fsdp2.plan.module_tree import own_parameters
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.shard.device_mesh import note_replicas
+from composer_fsdp2.shard.device_mesh import mesh_of_replica
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     is_namedtuple,
     is_view,
-    root_mesh,
     tree_leaves,
     unsafe_view,
 )
@@ -629,9 +628,7 @@ def probe_reduction(mesh: DeviceMesh, sources: int = 1) -> tuple[DeviceMesh, Mak
     divide = AveragingFactor(size, sources) if sums or sources > 1 else None
     if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
         return mesh, lambda: divide
-    # Torch 2.7 cuts axes out of a whole mesh alone.
-    shard_mesh = root_mesh(mesh)[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
-    note_replicas(shard_mesh, mesh)
+    shard_mesh = mesh_of_replica(mesh)
     return shard_mesh, lambda: AverageOverReplicas(replicate_group, divide)
 
 
