@@ -196,15 +196,15 @@ class DistributedExperts:
     _load: torch.Tensor | int = 0
     """tokens that each expert got since `take_load`"""
 
-    def drop_remote(self) -> set[nn.Parameter]:
+    def drop_remote(self) -> None:
         """Frees the experts of other ranks; see the notes in `form`.
 
         Collective: no. Just before the unit is sharded, when every rank has the same weights.
-
-        Returns:
-            Parameters that FSDP2 is to leave alone.
         """
         raise NotImplementedError
+
+    def show_remote(self) -> None:
+        """Ends what `drop_remote` has done for the time of sharding. Collective: no."""
 
     def take_load(self) -> torch.Tensor:
         """Returns how many tokens of this rank each expert got in training, (experts,).

@@ -239,6 +239,9 @@ def apply_plan(
             weights.sourced.read_parameters(unit.params)
         weights.fill(tree.modules())
         weights.sourced.read_parameters(plan.ignored)
+    for module in hooks:
+        if (experts := experts_of(module)) is not None:
+            experts.show_remote()
     weights.sourced.agree_on_failure()
     for names in plan.tied:
         params = {id(layout.param_of(name)) for name in names}
@@ -273,7 +276,7 @@ def _shard_unit(
     ignored = {getattr(owner, name) for owner, name in layout.foreign.get(unit.module, ())}
     experts = experts_of(module)
     if experts is not None:
-        ignored |= experts.drop_remote()
+        experts.drop_remote()
     # Before it is sharded, which gives the module another class.
     is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
     trained = [layout.param_of(name).requires_grad for name in unit.params]
@@ -294,6 +297,9 @@ def _shard_unit(
     )
     fp32_device = mesh.device_type if unit.role == "fp32" else None
     members = [member for _, member in layout.members[unit.module]]
+    if experts is not None:  # not those of other ranks
+        here = set(module.modules())
+        members = [member for member in members if member in here]
     hooks.attach(members, fp32_device, frozen and not is_embedding)
     # Torch refuses as well, in an assertion that says nothing of averages and names no cure.
     type(module).__deepcopy__ = _refuse_copy  # pyright: ignore[reportAttributeAccessIssue]

@@ -41,6 +41,7 @@ __all__ = [
     "compiler_modes",
     "copy_hooks",
     "default_store",
+    "empty_parameter",
     "flatten_state_dict",
     "forward_pre_hooks",
     "is_compiled",
@@ -163,6 +164,18 @@ def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
     assert layout.tensor_meta is not None  # only layouts that torch propagates have none
     layout.tensor_meta = layout.tensor_meta._replace(dtype=local.dtype)
     return DTensor(local, layout, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+
+def empty_parameter(like: DTensor, requires_grad: bool) -> nn.Parameter:
+    """Returns a parameter without elements of a DTensor's layout. Collective: no.
+
+    `nn.Parameter` would detach the DTensor through its dispatch, which takes ten times as long:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/nn/parameter.py#L55
+    """
+    empty = torch.empty(0, dtype=like.dtype, device=like._local_tensor.device)
+    param: Any = DTensor(empty, like._spec, requires_grad=requires_grad)  # pyright: ignore
+    param._is_param = True
+    return param
 
 
 def layouts_of(tensors: Iterable[Any]) -> list[Any]:

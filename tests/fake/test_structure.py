@@ -14,12 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from composer_fsdp2 import ConfigError, prepare_fully_shard
+from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.shard.device_mesh import with_cpu_backend
+from composer_fsdp2.torch_private.tensors import layouts_of
+from tests.support.experts import FAMILIES, STACKED
 from tests.support.models import TinyLM, batches, llama_config
 
 WIDTH = 96
@@ -111,6 +115,46 @@ def test_hsdp_puts_ranks_of_one_copy_next_to_each_other(as_rank: Join):
         # A backend without torch's HSDP: sharded in a copy, averaged over copies by a hook.
         assert weight.placements == (Shard(0),)
         assert ranks == list(range(8))
+
+
+def test_tensor_parallel_cuts_a_mesh_of_a_replica_once(as_rank: Join):
+    as_rank(5)
+    widths = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 32}
+    config = llama_config(num_key_value_heads=2, **widths)
+    model, by_hand = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    sharded(model, {"data_parallel_replicate_degree": 4, "tensor_parallel": 2})
+    weight = model.model.layers[0].mlp.gate_proj.weight
+    assert weight.device_mesh.mesh_dim_names[-2:] == ("dp_shard", "tp")
+    assert weight.device_mesh.get_group("tp").size() == 2
+    assert weight.device_mesh.get_group("dp_shard").size() == 8
+    assert weight.device_mesh.mesh.reshape(-1, 8, 2)[0].flatten().tolist() == [*range(16)]
+
+    mesh = init_device_mesh("cpu", (4, 8, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    plan = {"model.layers.*.mlp.gate_proj": ColwiseParallel()}
+    parallelize_module(by_hand, mesh["tensor"], plan)
+    fully_shard(by_hand, mesh=mesh["replicate", "shard"])
+    ours, theirs = (
+        {id(p.device_mesh) for name, p in m.named_parameters() if name.endswith("gate_proj.weight")}
+        for m in (model, by_hand)
+    )
+    assert len(ours) == len(theirs)
+
+
+@pytest.mark.skipif(STACKED, reason="experts of a layer are one tensor")
+def test_experts_of_other_ranks_cost_little(as_rank: Join):
+    as_rank(5)
+    model = FAMILIES["Mixtral"][0](64)
+    names = [name for name, _ in model.named_parameters()]
+    shapes = [param.shape for param in model.parameters()]
+    sharded(model, {"expert_parallel": 64, "wrap_policy": {"classes": ["MixtralDecoderLayer"]}})
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [param.shape for param in model.parameters()] == shapes
+    remote = [param for param in model.parameters() if form_of(param).is_remote]
+    assert len(remote) == model.config.num_hidden_layers * 63 * 3
+    assert all(isinstance(param, nn.Parameter) and param.requires_grad for param in remote)
+    assert all(param.is_leaf and param.to_local().numel() == 0 for param in remote)
+    # A layout for each shape in a layer, and none for each parameter.
+    assert len(set(map(id, layouts_of(remote)))) == model.config.num_hidden_layers * 2
 
 
 @pytest.mark.parametrize("reshard", [8, 16])

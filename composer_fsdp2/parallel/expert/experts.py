@@ -15,6 +15,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from composer_fsdp2.parallel.expert.views import show_all_experts
 from composer_fsdp2.parallel.form import ExpertForm, ExpertMesh, rows_of, set_form
 from composer_fsdp2.parallel.parallelism import DistributedExperts
 from composer_fsdp2.ranks import is_fake
+from composer_fsdp2.torch_private.tensors import empty_parameter
 from composer_fsdp2.torch_private.units import backward_number
 
 __all__ = ["ExpertLayer", "Experts", "Routing", "send_rows"]
@@ -231,6 +233,8 @@ class Experts(ExpertLayer, nn.Module):
                 set_form(param, ExpertForm(mesh, number // self.share))
         show_all_experts(self)
         self._calls_all = calls_all
+        self._all_experts: dict[str, nn.Module] = {}
+        """experts by name, while those of other ranks are hidden"""
 
     @property
     def _local_experts(self) -> list[nn.Module]:
@@ -238,25 +242,40 @@ class Experts(ExpertLayer, nn.Module):
         begin = self.mesh.group_rank * self.share
         return list(self.children())[begin : begin + self.share]
 
-    def drop_remote(self) -> set[nn.Parameter]:
-        """Frees the experts of other ranks; see [Note: remote experts]."""
-        remote = [expert for expert in self.children() if expert not in self._local_experts]
-        parts = [part for expert in remote for part in expert.modules()]
-        placeholders: set[nn.Parameter] = set()
-        for part in parts:
-            for name, param in part._parameters.items():
-                if param is not None:
-                    empty = DTensor.from_local(
-                        torch.empty(0, dtype=param.dtype, device=self.mesh.remote.device_type),
-                        self.mesh.remote,
-                        [Shard(0)],
-                        run_check=False,
-                        shape=param.shape,
-                        stride=param.stride(),
-                    )
-                    part._parameters[name] = new = nn.Parameter(empty, param.requires_grad)
-                    placeholders.add(new)
-        return placeholders
+    def drop_remote(self) -> None:
+        """Frees the experts of other ranks, and hides them until `show_remote`.
+
+        See [Note: remote experts]. Torch walks all modules below each unit several times while it
+        shards, and would find nothing of its own in these.
+        """
+        local_experts, remote = set(self._local_experts), self.mesh.remote
+        alike: dict[Any, DTensor] = {}
+        """shape, strides and dtype -> an empty DTensor, whose layout others take"""
+        self._all_experts = dict(self.named_children())
+        for expert_name, expert in self._all_experts.items():
+            if expert in local_experts:
+                continue
+            for part in expert.modules():
+                for name, param in part._parameters.items():
+                    if param is not None:
+                        key = param.shape, param.stride(), param.dtype
+                        if key not in alike:
+                            alike[key] = DTensor.from_local(
+                                torch.empty(0, dtype=param.dtype, device=remote.device_type),
+                                remote,
+                                [Shard(0)],
+                                run_check=False,
+                                shape=param.shape,
+                                stride=param.stride(),
+                            )
+                        part._parameters[name] = empty_parameter(alike[key], param.requires_grad)
+            del self._modules[expert_name]
+
+    def show_remote(self) -> None:
+        """Puts the experts of other ranks back, in the order of the list."""
+        self._modules.update(self._all_experts)
+        self._modules.update({name: self._modules.pop(name) for name in self._all_experts})
+        self._all_experts = {}
 
     def made_of(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Calls the unit, which gathers the experts of this rank."""

@@ -94,7 +94,7 @@ class StackedExperts(ExpertLayer):
             set_form(param, self._forms[name])
         show_all_experts(experts)
 
-    def drop_remote(self) -> set[nn.Parameter]:
+    def drop_remote(self) -> None:
         """Cuts this rank's slice out of each parameter; see [Note: stacks]."""
         for name, form in self._forms.items():
             param = self._experts.get_parameter(name)
@@ -102,7 +102,6 @@ class StackedExperts(ExpertLayer):
             set_form(slice_, form)
             path, _, attribute = name.rpartition(".")
             self._experts.get_submodule(path)._parameters[attribute] = slice_
-        return set()
 
     def _forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
