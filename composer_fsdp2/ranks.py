@@ -12,7 +12,7 @@ import pickle
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, Plan
 __all__ = [
     "all_gather_tensor",
     "any_rank",
+    "broadcast_all_from_rank0",
     "broadcast_from_rank0",
     "installation",
     "is_fake",
@@ -268,3 +269,43 @@ def broadcast_from_rank0(tensor: torch.Tensor, device: torch.device) -> None:
     dist.broadcast(flat.view(torch.uint8), src=0)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+_BUCKET_BYTES = 2**26
+"""of tensors that are broadcast together"""
+
+
+@torch.no_grad()
+def broadcast_all_from_rank0(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Overwrites tensors with rank 0's values, small ones together. The bits are rank 0's.
+
+    Collective: yes, over the default group. The same shapes and dtypes in the same order on every
+    rank. See `broadcast_from_rank0`.
+    """
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if size + tensor.nbytes > _BUCKET_BYTES:
+            _broadcast_bucket(bucket, device)
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    _broadcast_bucket(bucket, device)
+
+
+def _broadcast_bucket(bucket: Sequence[torch.Tensor], device: torch.device) -> None:
+    bucket = [tensor for tensor in bucket if tensor.numel()]
+    if len(bucket) < 2 or dist.get_world_size() == 1:
+        for tensor in bucket:
+            broadcast_from_rank0(tensor, device)
+        return
+    parts = [
+        tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for tensor in bucket
+    ]
+    together = torch.cat(parts)
+    dist.broadcast(together, src=0)
+    if dist.get_rank() == 0:
+        return
+    for tensor, part in zip(bucket, together.split([part.numel() for part in parts]), strict=True):
+        # A copy, because a tensor of a larger dtype begins at a multiple of its size.
+        tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -242,7 +242,7 @@ def apply_plan(
     for module in hooks:
         if (experts := experts_of(module)) is not None:
             experts.show_remote()
-    weights.sourced.agree_on_failure()
+    weights.agree_on_failure()
     for names in plan.tied:
         params = {id(layout.param_of(name)) for name in names}
         assert len(params) == 1, f"sharding untied {names}"

@@ -4,8 +4,8 @@
 values nobody has (everything on meta) are created by the model's own initialisers on full tensors
 with one seed and then broadcast. Full tensors because initialisers are written for them: padding
 rows, fan-in, rotary tables. The weights therefore do not depend on the number of ranks, and no rank
-ever holds more than one full unit beside its shards. A layer that tensor parallelism divides is
-full for that while as well.
+ever holds more than one full unit beside its shards, and a bucket of 64 MiB in which small tensors
+are broadcast together. A layer that tensor parallelism divides is full for that while as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,7 +27,12 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.plan.module_tree import ModuleTree, own_parameters
-from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
+from composer_fsdp2.ranks import (
+    any_rank,
+    broadcast_all_from_rank0,
+    is_fake,
+    raise_on_all_ranks,
+)
 from composer_fsdp2.shard.layout import Slot, replace_parameter, slot_of
 from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
 from composer_fsdp2.text import child_name, listed
@@ -135,6 +140,8 @@ class InitialWeights:
         self._slots: dict[int, list[Slot]] = {}
         for ref in tree.params:
             self._slots.setdefault(id(ref.param), []).append(slot_of(tree, ref))
+        self._failure: Exception | None = None
+        """the first error of an initialiser on this rank"""
         self._initialisers = {} if rank0_has_values else _initialisers(tree)
 
     @contextlib.contextmanager
@@ -152,10 +159,8 @@ class InitialWeights:
         """Makes the modules' own parameters and buffers real and equal on every rank.
 
         Collective: yes (broadcasts), in the order given. Modules already filled are skipped. Under
-        the `fake` backend nothing happens.
-
-        Raises:
-            PlanError: for tensors that nothing initialises.
+        the `fake` backend nothing happens. An error is kept for `agree_on_failure`, because other
+        ranks go on to the broadcasts.
         """
         if self._is_fake:
             return
@@ -165,15 +170,18 @@ class InitialWeights:
                 self._ready.add(id(module))
                 todo.append((path, module))
         blank = {id(module): self._materialise(path, module) for path, module in todo}
-        if not self._rank0_has_values:
+        if not self._rank0_has_values and self._failure is None:
             self._initialise_all(todo, blank)
+        sent: dict[int, torch.Tensor] = {}
         for path, module in todo:
             for name, tensor in _own_tensors(module).items():
                 learned = name in module._parameters or name in module._buffers
                 # Ranks hold different parts of a DTensor, and a broadcast would make them equal.
                 stays = isinstance(tensor, DTensor) or child_name(path, name) in self.sourced
                 if not stays and (learned or self._some_on_meta):
-                    broadcast_from_rank0(tensor, self._device)
+                    sent[id(tensor)] = tensor  # once, if it is tied
+        broadcast_all_from_rank0(sent.values(), self._device)
+        for _, module in todo:
             self._shard_again(module)
 
     def _shard_again(self, module: nn.Module) -> None:
@@ -186,8 +194,7 @@ class InitialWeights:
                 self._slots[id(new)] = slots
 
     def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
-        """Initialises modules; an error of a rank is raised on all before they broadcast."""
-        error: Exception | None = None
+        """Initialises modules; keeps an error for `agree_on_failure`."""
         missing: list[str] = []
         try:
             for path, module in todo:
@@ -199,16 +206,28 @@ class InitialWeights:
                         unwritten = _unwritten(module, blank[id(module)])
                 missing += [child_name(path, name) for name in unwritten]
             if missing:
-                error = PlanError(
+                self._failure = PlanError(
                     f"Nothing initialises {listed(missing, 20)}. The model is on meta on every "
                     "rank, so training would start from uninitialised memory. Give the module a "
                     "`reset_parameters()` that sets them, handle it in the model's "
                     "`param_init_fn`, or build the model on cpu on rank 0 (`init_device: mixed`)."
                 )
-        except Exception as caught:  # an initialiser is the user's code
-            error = caught
-        if any_rank(error is not None, self._device):
-            raise_on_all_ranks({}, error)
+        except Exception as error:  # an initialiser is the user's code, and other ranks go on
+            self._failure = error
+
+    def agree_on_failure(self) -> None:
+        """Raises on every rank the first error of an initialiser on any rank, and of a source.
+
+        Collective: yes, where the model initialises weights or there is a source.
+
+        Raises:
+            PlanError: for tensors that nothing initialises.
+            CheckpointError: as the source raised it.
+        """
+        initialises = not self._rank0_has_values and not self._is_fake
+        if initialises and any_rank(self._failure is not None, self._device):
+            raise_on_all_ranks({}, self._failure)
+        self.sourced.agree_on_failure()
 
     def _materialise(self, path: str, module: nn.Module) -> Tensors:
         """Replaces the module's meta tensors by marked memory, which is returned.
@@ -275,7 +294,13 @@ def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns buffers and tensors in attributes, in containers too: `tables['a'][1]`."""
     tensors = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
     registered = ("_parameters", "_buffers", "_modules")
-    todo = [item for item in vars(module).items() if item[0] not in registered]
+    todo = [
+        (name, value)
+        for name, value in vars(module).items()
+        # Most attributes are flags, and dicts of hooks that are empty.
+        if type(value) is not bool and (type(value) is not OrderedDict or value)
+        if name not in registered
+    ]
     opened: set[int] = set()
     for name, value in todo:  # which grows by the contents of containers
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):

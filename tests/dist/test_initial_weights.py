@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
-from composer_fsdp2 import PlanError, prepare_fully_shard
+from composer_fsdp2 import PlanError, prepare_fully_shard, ranks
+from composer_fsdp2.torch_private.collectives import Collective, around_collectives
 from tests.support.models import WIDTH, TinyLM, batches, llama_config
 from tests.support.pairs import parametrize_by_turns
 from tests.support.parity import (
@@ -379,3 +380,62 @@ def _in_step() -> None:
     value = torch.ones(())
     dist.all_reduce(value)
     assert value == dist.get_world_size()
+
+
+# --- How many collectives it takes. ---
+
+
+class Narrow(nn.Module):
+    """Small tensors of four dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH)  # with a buffer of whole numbers
+        self.register_buffer("odd", torch.empty(3, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.empty(5, dtype=torch.bool))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.odd.copy_(torch.tensor([0.5, -0.0, float("inf")]))
+            self.mask.copy_(torch.arange(5) % 2 > 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("bucket_bytes", [2**26, 16 * WIDTH])
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_small_tensors_of_a_unit_are_sent_together(where: str, bucket_bytes: int, monkeypatch):
+    counts: Counter[str] = Counter()
+
+    def note(collective: Collective) -> Any:
+        counts[collective.key.rpartition(".")[2]] += 1
+        return collective()
+
+    monkeypatch.setattr(ranks, "_BUCKET_BYTES", bucket_bytes)
+    torch.manual_seed(dist.get_rank())
+    with torch.device(where):
+        model = Narrow()
+    before: list[Any] = [{name: value.clone() for name, value in model.state_dict().items()}]
+    if where == "cpu":
+        dist.broadcast_object_list(before, src=0)
+    with around_collectives(note):
+        sharded(model, {"wrap_policy": {"classes": ["Linear"]}})
+    after = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in model.state_dict().items()
+    }
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, after)
+    for name, value in after.items():
+        first = before[0][name] if where == "cpu" else everyone[0][name]
+        assert value.shape == first.shape
+        assert torch.equal(value.view(-1).view(torch.uint8), first.view(-1).view(torch.uint8))
+    if bucket_bytes == 2**26:
+        assert counts["broadcast"] == 4  # of three layers and the root
+    assert counts["all_reduce"] <= 3
