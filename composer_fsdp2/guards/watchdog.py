@@ -10,6 +10,7 @@ tell, it ends the process: so the thread itself says it on stderr, shortly befor
 from __future__ import annotations
 
 import contextlib
+import pickle
 import re
 import sys
 import threading
@@ -36,6 +37,15 @@ _LATE = 0.8
 
 
 _SILENT = "has not told: it goes on, or has ended"
+
+
+_MANY_RANKS = 64
+"""from which one rank asks for the reports of all: a request for as many keys as there are ranks
+from each of them is the square of their number"""
+_FRESH_SECONDS, _LOOKS = 10.0, 20
+"""how long a rank takes what another one has found, and waits for it; and how often it looks"""
+_PLACES = "composer_fsdp2/places"
+"""key of what the last rank has found that asked for all"""
 
 
 _TIMED_OUT = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
@@ -100,20 +110,44 @@ class CollectiveWatchdog:
         return f"{event} {unit_text(name)} in microbatch {microbatch}"
 
     def _places(self) -> dict[str, list[int]]:
-        """Returns the reports of the ranks, and which ranks gave them."""
-        store, keys = default_store(), [_key(rank) for rank in range(dist.get_world_size())]
-        # One request for all: asked key by key, a thousand ranks would send a million. Either
-        # would wait for a key that is not there until the store's timeout.
-        if store.check(keys):
-            told = store.multi_get(keys)
-        else:
-            told = [store.get(key) if store.check([key]) else b"" for key in keys]
-        return ranks_by(said.decode() or _SILENT for said in told)
+        """Returns the reports of the ranks, and which ranks gave them.
+
+        With many ranks one asks for the reports of all, and the others for what it has found.
+        """
+        if dist.get_world_size() < _MANY_RANKS:
+            return _all_places()
+        store, now, number = default_store(), time.time(), 0
+        if store.check([_PLACES]):
+            number, found_at, places = pickle.loads(store.get(_PLACES))
+            if abs(now - found_at) < _FRESH_SECONDS:
+                return places
+        number += 1
+        if store.add(f"{_PLACES}/{number}", 1) > 1:
+            for _ in range(_LOOKS):  # unless the first has ended meanwhile
+                time.sleep(_FRESH_SECONDS / _LOOKS)
+                if store.check([_PLACES]):
+                    new_number, _, places = pickle.loads(store.get(_PLACES))
+                    if new_number >= number:
+                        return places
+        places = _all_places()
+        store.set(_PLACES, pickle.dumps((number, time.time(), places)))
+        return places
 
     def tell(self, text: str) -> None:
         """Writes the position of this rank to the store, "" once it goes on. Collective: no."""
         self._told = text
         default_store().set(_key(dist.get_rank()), text)
+
+
+def _all_places() -> dict[str, list[int]]:
+    store, keys = default_store(), [_key(rank) for rank in range(dist.get_world_size())]
+    # One request for all: asked key by key, a thousand ranks would send a million. Either
+    # would wait for a key that is not there until the store's timeout.
+    if store.check(keys):
+        told = store.multi_get(keys)
+    else:
+        told = [store.get(key) if store.check([key]) else b"" for key in keys]
+    return ranks_by(said.decode() or _SILENT for said in told)
 
 
 def _key(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -81,6 +82,31 @@ def test_where_all_ranks_are_is_asked_in_one_request():
     with counted() as requests:
         assert "ranks 0-3" in watchdog.report()
     assert requests.made == {"set": 1, "check": 1, "multi_get": 1}
+
+
+@pytest.mark.world_size(4, timeout=60)
+def test_of_many_ranks_one_asks_where_all_are(monkeypatch):
+    monkeypatch.setattr(watchdog, "_MANY_RANKS", 4)
+    monkeypatch.setattr(watchdog, "_FRESH_SECONDS", 2.0)
+    monkeypatch.setattr(watchdog, "_PLACES", "test/places")
+    dog = watchdog_of(CPU)
+    assert dog is not None
+    with counted() as requests:
+        for entered in (1, 2):  # the second after what was found has become old
+            dog.tell(f"place {entered}")
+            dist.barrier()
+            assert dog._places() == {f"place {entered}": [0, 1, 2, 3]}
+            asked: list[Any] = [None] * 4
+            dist.all_gather_object(asked, requests.made["multi_get"])
+            assert sum(asked) == entered
+            time.sleep(2.1)
+    dog.tell("")
+
+
+def test_looks_of_all_ranks_are_no_more_than_the_store_answers():
+    assert joint_exit.seconds_between_looks(8) == (0.005, 1.0)
+    for ranks in (64, 2816, 16384):
+        assert all(ranks / seconds < 2001 for seconds in joint_exit.seconds_between_looks(ranks))
 
 
 @pytest.mark.world_size(4, timeout=60)

@@ -45,10 +45,12 @@ from composer_fsdp2.torch_private.collectives import (
 from composer_fsdp2.torch_private.tensors import default_store
 from composer_fsdp2.torch_private.units import backward_number
 
-__all__ = ["JointExit", "joint_exit_of"]
+__all__ = ["JointExit", "joint_exit_of", "seconds_between_looks"]
 
 _SHORT_SECONDS, _LONG_SECONDS = 0.005, 1.0
 """between two looks into the store, while nothing is entered: the longer, the longer it lasts"""
+_REQUESTS = 2000
+"""looks of all ranks in a second, of some 12,000 requests that the store answers"""
 
 
 class _AbandonedError(RuntimeError):
@@ -305,7 +307,8 @@ class JointExit:
     # --- The thread that looks. ---
 
     def _look(self) -> None:
-        seen, pause = -1, _SHORT_SECONDS
+        shortest, longest = seconds_between_looks(dist.get_world_size())
+        seen, pause = -1, shortest
         # A store that is gone takes the others with it.
         with suppress(RuntimeError, ValueError):
             while self._watching:
@@ -313,15 +316,24 @@ class JointExit:
                 self._wake.clear()
                 now = self._now  # a look is at one round, whatever the rank does meanwhile
                 if now.frozen:
-                    pause = _SHORT_SECONDS
+                    pause = shortest
                     _agree(now, self._lock)
                 elif seen != self._total:
-                    seen, pause = self._total, _SHORT_SECONDS
+                    seen, pause = self._total, shortest
                 else:
-                    pause = min(1.3 * pause, _LONG_SECONDS)
+                    pause = min(1.3 * pause, longest)
                     # `get` would wait for the key until the store's timeout.
                     if default_store().check([now.key("failed")]):
                         self._freeze(now)
+
+
+def seconds_between_looks(ranks: int) -> tuple[float, float]:
+    """Returns how long a rank waits at least and at most between two looks into the store.
+
+    All ranks wait when one of them is late, and then all of them look.
+    """
+    least = ranks / _REQUESTS
+    return max(_SHORT_SECONDS, least), max(_LONG_SECONDS, least)
 
 
 def _agree(now: _Round, lock: threading.Lock) -> None:
