@@ -317,12 +317,18 @@ def _lines(
     rehearsal: Rehearsal, forecast: Forecast | None, gpu: Gpu | None, memory: float | None
 ) -> Iterator[str]:
     """Yields the answer, the units, and the details of a step."""
-    from composer_fsdp2.estimate.report import answer_lines, forecast_lines
+    from composer_fsdp2.estimate.report import answer_lines, forecast_lines, preparing_text
     from composer_fsdp2.foundry.forecast import batch_of
 
     parts = rehearsal.parts
     if forecast is not None and parts is not None:
         yield from answer_lines(forecast, parts.settings, batch_of(parts), gpu, memory)
+        shards = max((s.axis.ranks for s in forecast.sent if s.axis.name == "dp_shard"), default=1)
+        if slow := preparing_text(len(rehearsal.units.units) if rehearsal.units else 0, shards):
+            yield (
+                f"{slow} With data_parallel_shard_degree: {forecast.ranks_per_node} and "
+                "data_parallel_replicate_degree: -1 (HSDP) it takes no longer on more ranks."
+            )
         yield ""
     yield str(rehearsal.units)
     if rehearsal.sizes is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.forecast import Forecast
 
-__all__ = ["GPUS", "Gpu", "Times", "gpu_named", "step_times"]
+__all__ = ["GPUS", "Gpu", "Times", "gpu_named", "preparing_seconds", "step_times"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +99,21 @@ def step_times(forecast: Forecast, gpu: Gpu, mfu: float = 0.5) -> Times:
     return Times(
         compute=forecast.flops / (gpu.flops * mfu), beside=seconds[True], between=seconds[False]
     )
+
+
+def preparing_seconds(units: int, shard_ranks: int) -> float:
+    """Predicts the CPU seconds in which `fully_shard` of torch 2.7 makes units. Pure.
+
+    For each unit torch compares all ranks of the group with each other. It also cuts each parameter
+    into a piece for each rank, twice: a unit is taken to have 9 parameters, as a layer of Llama.
+
+    Source: `benchmarks/scale.py` finds where the time goes. The first is
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/distributed_c10d.py#L5390,
+    which newer torch does not do, and the second
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_common.py#L121.
+
+    Args:
+        units: that are made.
+        shard_ranks: ranks over which each parameter is cut.
+    """
+    return units * (5.1e-9 * shard_ranks**2 + 9 * 2 * 1.3e-6 * shard_ranks)

@@ -6,11 +6,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from composer_fsdp2.config.schema import FSDP2Config
-from composer_fsdp2.estimate.clock import Gpu, Times, step_times
+from composer_fsdp2.estimate.clock import Gpu, Times, preparing_seconds, step_times
 from composer_fsdp2.estimate.forecast import Forecast
 from composer_fsdp2.text import size_text
 
-__all__ = ["Batch", "answer_lines", "comparison_lines", "fits", "forecast_lines", "verdict"]
+__all__ = [
+    "Batch",
+    "answer_lines",
+    "comparison_lines",
+    "fits",
+    "forecast_lines",
+    "preparing_text",
+    "verdict",
+]
+
+_MANY_SHARDS = 512
+"""shard ranks over which the time of preparing is said"""
 
 NAMES = {
     "parameters": "parameters",
@@ -173,6 +184,17 @@ def forecast_lines(forecast: Forecast, gpu: Gpu | None = None) -> Iterator[str]:
         )
     for note in forecast.notes:
         yield f"note: {note}"
+
+
+def preparing_text(units: int, shard_ranks: int) -> str | None:
+    """Returns a sentence about the time that many shard ranks take; `None` for few ranks."""
+    if shard_ranks < _MANY_SHARDS:
+        return None
+    seconds, few = (preparing_seconds(units, ranks) for ranks in (shard_ranks, 64))
+    return (
+        f"To prepare {units} units over {shard_ranks:,} shard ranks takes torch 2.7 about "
+        f"{seconds:.1f} CPU seconds on each rank, over 64 ranks {few:.1f}."
+    )
 
 
 def _memory(forecast: Forecast) -> Iterator[str]:

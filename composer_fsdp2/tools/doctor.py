@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer_fsdp2.config.messages import ascii_repr
 from composer_fsdp2.config.schema import FSDP2Config, known_settings
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.estimate.report import fits
+from composer_fsdp2.estimate.report import fits, preparing_text
 from composer_fsdp2.foundry.findings import Finding, findings_of
 from composer_fsdp2.patches import describe_patches
 from composer_fsdp2.pins import ROWS, row_of, versions_of
@@ -424,6 +424,8 @@ def _mesh(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
     )
     if reshard in ("auto", True) and shape.shard % per_node == 0:
         advice += f" Or reshard_after_forward: {per_node}: backward then gathers in the node."
+    slow = preparing_text(run.units, shape.shard) if run.units else None
+    slow = f" {slow}" if slow else ""
     return _warnings(
         (
             run.nodes == 1 and size is not None and size < shape.shard,
@@ -442,7 +444,7 @@ def _mesh(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
         (
             no_tensor_parallel and crosses(shape.shard),
             f"The {shape.shard} ranks of one copy are on more than one node: parameters are "
-            "gathered over the network between them.",
+            f"gathered over the network between them.{slow}",
             advice,
         ),
         (

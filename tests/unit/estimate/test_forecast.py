@@ -16,7 +16,7 @@ from composer_fsdp2.estimate.blocks import find_equal_blocks
 from composer_fsdp2.estimate.clock import GPUS, gpu_named, step_times
 from composer_fsdp2.estimate.collectives import CollectiveCounter
 from composer_fsdp2.estimate.forecast import Forecast, forecast
-from composer_fsdp2.estimate.report import Batch, answer_lines, fits
+from composer_fsdp2.estimate.report import Batch, answer_lines, fits, preparing_text
 from composer_fsdp2.estimate.search import search, search_lines, written
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
@@ -122,6 +122,13 @@ def test_a_model_that_cannot_be_traced_shows_its_state_alone(monkeypatch):
     assert "the model cannot be traced (UntraceableError" in found.notes[0]
     text = "\n".join(answer_lines(found, parse_config({}), BATCH, None, 80.0))
     assert "It is not known to fit in 80 GiB" in text
+
+
+def test_seconds_of_preparing_are_said_for_many_shard_ranks():
+    assert preparing_text(34, 511) is None
+    said = preparing_text(34, 2816)
+    assert said is not None
+    assert "34 units over 2,816 shard ranks takes torch 2.7 about 3.6 CPU seconds" in said
 
 
 class Dropping(Dense):
