@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ SECONDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "Qwen3-235B-A22B, ep 8": (QWEN.format("experts"), QWEN_235B, 512),
 }
 """a run, the shape of its model, and ranks"""
+MANY_RANKS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "Llama 8B": (LLAMA, CONFIGS["meta-llama/Llama-3.1-8B"], 16384),
+    "Qwen3-235B-A22B": (QWEN.format("pretrain"), QWEN_235B, 1024),
+}
+"""for `scale.py`"""
 PEAKS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "recomputed": {"config": {"activation_checkpointing": True}},
@@ -164,15 +170,16 @@ def peaks() -> None:
     shapes.run_ranks(measure_peaks, ranks, on_gpu, expected, device="cuda" if on_gpu else "cpu")
 
 
-def seconds() -> None:
+def seconds(runs: Mapping[str, tuple[str, dict[str, Any], int]] = SECONDS) -> None:
     """Runs `composer-fsdp2 plan` in a process of its own for each model."""
     imports = ["-W", "ignore", "-c", "import llmfoundry"]
     _timed(imports)  # compiles files to bytes
     shapes.emit("plan_seconds", {"model": "imports", **_timed(imports)[0]})
-    for name, (run, shape, ranks) in SECONDS.items():
+    for name, (run, shape, ranks) in runs.items():
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(shape))
             words = ["plan", run, f"variables.model={folder}", f"--gpus={ranks}", "--gpu=H100"]
+            words.append(f"global_train_batch_size={max(ranks, 512)}")
             took, shown = _timed(["-m", "composer_fsdp2.cli.main", *words])
         predicted = next((x for x in shown.splitlines() if x.startswith("  peak")), None)
         value = {"model": name, "ranks": ranks, **took, "predicted": predicted}

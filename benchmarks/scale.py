@@ -1,4 +1,4 @@
-"""What many ranks cost: planning a sharded save, opening and reading it, and sockets.
+"""What many ranks cost: saving and reading sharded checkpoints, sockets, preparing a model, `plan`.
 
 `python benchmarks/scale.py open read` shows some of it; by default all of it is shown.
 
@@ -37,6 +37,20 @@ Goal: 8B at 2,816 ranks under 5 s a rank.
 Reading it on another number of ranks. Method: the ranges that each rank reads, with what an archive
 has beside values, computed by the functions of a load; `read` is the sum over ranks, over the bytes
 of the values that they need, and `read_whole_pieces` that of a load of whole pieces. Goal: 1.1.
+
+Preparing a model. Method: this process is one of many ranks of a fake group, models are on meta,
+and `prepare_fully_shard` is compared with what a careful user writes, in turns, on `--many`
+ranks; CPU seconds, the median of `--pairs`. Layouts:
+
+- `fsdp`: 4 layers of Llama 8B;
+- `hsdp`: 8 layers, replicas of 64 ranks;
+- `hsdp_tp`: the same, replicas of 8 shards x 8 ranks that divide layers;
+- `ep_64`: 12 layers of Qwen3-235B-A22B, whose 128 experts 64 ranks share; needs transformers 4.
+
+Goals: 2 times by hand with `ep_64`, else by hand.
+
+The plan of a run. `composer-fsdp2 plan` runs in a process of its own, Llama 8B on 16,384 GPUs and
+Qwen3-235B-A22B on 1,024; goals: 10 and 20 CPU seconds.
 """
 
 from __future__ import annotations
@@ -54,8 +68,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import plan as plan_command
 import shapes
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -66,6 +82,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.ranges import plan_ranges
@@ -80,10 +99,11 @@ MODELS = {
 }
 """layers; widths of the model, of its MLP, and of keys and values; size of the vocabulary"""
 
-FIGURES = ("save", "open", "read", "sockets")
+FIGURES = ("save", "open", "read", "sockets", "prepare", "plan")
 """what is measured"""
 
 Planner = Callable[[], DefaultSavePlanner]
+Prepare = Callable[[nn.Module, int], object]
 
 
 def sizes_of(model: str) -> dict[str, tuple[int, ...]]:
@@ -295,6 +315,111 @@ def sockets(ranks: int) -> None:
     shapes.emit("sockets", line | {"one_group_of_all": ranks - 1})
 
 
+# --- Preparing ---
+
+
+def llama(layers: int) -> nn.Module:
+    """Returns a model with the widths of Llama 8B, on meta."""
+    with torch.device("meta"):
+        return shapes.LlamaLike(layers, 4096, 128256, 14336, 32)
+
+
+def mixture(layers: int) -> nn.Module:
+    """Returns a model with the widths of Qwen3-235B-A22B and its 128 experts a layer, on meta."""
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=4096,
+        moe_intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(config)
+
+
+def _by_hand(model: nn.Module, ranks: int, replicas: int) -> None:
+    names = ("replicate", "shard")[replicas == 1 :]
+    sizes = (replicas, ranks // replicas)[replicas == 1 :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    shapes.shard_by_hand(model, ("Block",), mesh)
+
+
+def _experts_by_hand(model: Any, ranks: int, degree: int) -> None:
+    """Keeps the experts of rank 0, and shards them over the ranks with the same ones."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    experts_mesh = init_device_mesh("cpu", (ranks // degree, degree), mesh_dim_names=("s", "e"))
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.Sequential(*layer.mlp.experts[: 128 // degree])
+        fully_shard(layer.mlp.experts, mesh=experts_mesh["s"])
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+_BLOCK, _LAYER = ("Block",), ("Qwen3MoeDecoderLayer",)
+LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Prepare, Prepare, int]] = {
+    "fsdp": (
+        lambda: llama(4),
+        lambda model, ranks: shapes.prepare(model, _BLOCK),
+        lambda model, ranks: _by_hand(model, ranks, 1),
+        8,
+    ),
+    "hsdp": (
+        lambda: llama(8),
+        lambda model, ranks: shapes.prepare(
+            model, _BLOCK, data_parallel_replicate_degree=ranks // 64
+        ),
+        lambda model, ranks: _by_hand(model, ranks, ranks // 64),
+        64,
+    ),
+    "hsdp_tp": (
+        lambda: llama(8),
+        lambda model, ranks: shapes.prepare(
+            model,
+            _BLOCK,
+            data_parallel_replicate_degree=ranks // 64,
+            tensor_parallel=shapes.tensor_setting(8),
+        ),
+        lambda model, ranks: shapes.divide_by_hand(model, 8, ranks // 64),
+        128,
+    ),
+    "ep_64": (
+        lambda: mixture(12),
+        lambda model, ranks: shapes.prepare(model, _LAYER, expert_parallel=64),
+        lambda model, ranks: _experts_by_hand(model, ranks, 64),
+        64,
+    ),
+}
+"""makes a model; prepares it, by this package and by hand; the least number of ranks"""
+
+
+def preparing(layout: str, all_ranks: list[int], pairs: int) -> None:
+    """Shows what one of many ranks pays to prepare a layout, ours and by hand."""
+    make, ours, hand, least = LAYOUTS[layout]
+
+    def seconds(prepare: Prepare, ranks: int) -> float:
+        model = make()
+        return shapes.cpu_seconds(lambda: prepare(model, ranks))
+
+    before = None
+    for ranks in sorted(ranks for ranks in all_ranks if ranks >= least):
+        with shapes.fake_group(ranks):
+            if before is None:  # imports and first calls are of no side
+                seconds(ours, ranks), seconds(hand, ranks)
+            value = shapes.paired_ratio(
+                lambda ranks=ranks: seconds(ours, ranks),
+                lambda ranks=ranks: seconds(hand, ranks),
+                pairs,
+            )
+        now = ranks, value["ours_seconds"]
+        growth = {} if before is None else {"exponent": exponent(before, now)}
+        before = now
+        shapes.emit("prepare", {"layout": layout, "ranks": ranks, **value, **growth})
+
+
 def main() -> None:
     """A line for each number of ranks and planner."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -302,7 +427,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 2816])
     parser.add_argument("--torch-ranks", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--many", type=int, nargs="+", default=[8, 64, 512, 2816, 16384])
+    parser.add_argument("--pairs", type=int, default=3, help="of preparing, ours and by hand")
     args = parser.parse_args()
+    if len({*args.torch_ranks}) < 2:
+        parser.error("--torch-ranks: write two numbers or more, from which torch's is extrapolated")
     figures = args.figures or FIGURES
     for ranks in sorted({*args.ranks, 2819, 16384}) if "sockets" in figures else ():
         sockets(ranks)
@@ -311,6 +441,10 @@ def main() -> None:
             opening(model, ranks)
         for before, after in PAIRS if "read" in figures else ():
             reading(model, before, after)
+    for layout in args.layouts if "prepare" in figures else ():
+        preparing(layout, args.many, args.pairs)
+    if "plan" in figures:
+        plan_command.seconds(plan_command.MANY_RANKS)
     for model in args.models if "save" in figures else ():
         sizes = sizes_of(model)
         measured = []
