@@ -178,6 +178,33 @@ def exponent(before: tuple[int, float], now: tuple[int, float]) -> float:
     return math.log(now[1] / before[1]) / math.log(now[0] / before[0])
 
 
+def saving(model: str, all_ranks: list[int], torch_ranks: list[int]) -> None:
+    """Measures how a save is planned, by ours on some ranks and by torch's planner on fewer."""
+    sizes = sizes_of(model)
+    measured = []
+    for ranks in sorted(torch_ranks):
+        theirs = plan(lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True), sizes, ranks)
+        measured.append((ranks, theirs["plan_s"]))
+        power = {"exponent": exponent(*measured[-2:])} if measured[1:] else {}
+        line = {"model": model, "planner": "torch", "ranks": ranks}
+        shapes.emit("save_plan", line | theirs | power)
+    power, before = exponent(*measured[-2:]), None
+    for ranks in sorted(all_ranks):
+        ours = plan(ShardSavePlanner, sizes, ranks)
+        known = dict(measured).get(ranks)
+        largest, seconds = measured[-1]
+        theirs = seconds * (ranks / largest) ** power if known is None else known
+        growth = {} if before is None else {"exponent": exponent(before, (ranks, ours["plan_s"]))}
+        before = (ranks, ours["plan_s"])
+        beside = {
+            "torch_plan_s": theirs,
+            "torch_extrapolated": known is None,
+            "ratio": ours["plan_s"] / theirs,
+        }
+        line = {"model": model, "planner": "ours", "ranks": ranks}
+        shapes.emit("save_plan", line | ours | growth | beside)
+
+
 # --- Resuming on many ranks. ---
 
 PAIRS = (
@@ -446,31 +473,7 @@ def main() -> None:
     if "plan" in figures:
         plan_command.seconds(plan_command.MANY_RANKS)
     for model in args.models if "save" in figures else ():
-        sizes = sizes_of(model)
-        measured = []
-        for ranks in sorted(args.torch_ranks):
-            theirs = plan(lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True), sizes, ranks)
-            measured.append((ranks, theirs["plan_s"]))
-            power = {"exponent": exponent(*measured[-2:])} if measured[1:] else {}
-            line = {"model": model, "planner": "torch", "ranks": ranks}
-            shapes.emit("save_plan", line | theirs | power)
-        power, before = exponent(*measured[-2:]), None
-        for ranks in sorted(args.ranks):
-            ours = plan(ShardSavePlanner, sizes, ranks)
-            known = dict(measured).get(ranks)
-            largest, seconds = measured[-1]
-            theirs = seconds * (ranks / largest) ** power if known is None else known
-            growth = (
-                {} if before is None else {"exponent": exponent(before, (ranks, ours["plan_s"]))}
-            )
-            before = (ranks, ours["plan_s"])
-            beside = {
-                "torch_plan_s": theirs,
-                "torch_extrapolated": known is None,
-                "ratio": ours["plan_s"] / theirs,
-            }
-            line = {"model": model, "planner": "ours", "ranks": ranks}
-            shapes.emit("save_plan", line | ours | growth | beside)
+        saving(model, args.ranks, args.torch_ranks)
 
 
 if __name__ == "__main__":
