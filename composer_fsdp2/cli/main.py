@@ -380,7 +380,10 @@ def _evaluate_from_yaml(run: Path, overrides: list[str]) -> None:
     from composer_fsdp2.foundry.registered import register
     from composer_fsdp2.patches import install
 
-    check_eval_keys(run_file.read_run(run, overrides))
+    cfg = run_file.read_run(run, overrides)
+    check_eval_keys(cfg)
+    if "python_log_level" not in cfg:  # debug is LLM Foundry's own default, as for training
+        overrides = [*overrides, "python_log_level=warning"]
     register()
     install()  # it asks no plugin before it refuses `parallelism_config`
     eval_from_yaml(str(run), overrides)

@@ -124,3 +124,15 @@ def test_resumes_with_a_longer_duration(first_run, folder):
     assert after < summary(first_run.stdout)[2]
     assert end == 8
     assert (folder / "checkpoints" / "ep0-ba8").is_dir()
+
+
+def test_a_checkpoint_is_evaluated_as_the_page_says(first_run, folder, tmp_path):
+    page = (ROOT / "docs" / "recipes" / "export.md").read_text()
+    block = page.partition("```yaml\n")[2].partition("```")[0]
+    run = tmp_path / "evaluation.yaml"
+    run.write_text(block.replace("runs/quickstart", str(folder)).replace("128", "32"))
+    sizes = ("model.d_model=32", "model.n_layers=2", "model.vocab_size=512")
+    done = forked.command("eval", str(run), *sizes, "eval_subset_num_batches=2", "--ranks=2")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"metrics/eval/LanguageCrossEntropy: \d", done.stdout + done.stderr)
+    assert "DEBUG" not in done.stdout + done.stderr
