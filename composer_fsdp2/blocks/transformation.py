@@ -40,7 +40,7 @@ class ModelFacts:
     blocks: tuple[str, ...]
     """names of the model's blocks, with those of a tower, which are no units"""
     shard_ranks: int
-    """ranks that share one copy of the parameters"""
+    """ranks that share one replica of the parameters"""
     device_type: str
     compute: torch.dtype = torch.float32
     """of forwards"""

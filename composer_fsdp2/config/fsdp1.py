@@ -78,7 +78,7 @@ FSDP1_STRATEGIES: dict[str, tuple[Any, str]] = {
     "_HYBRID_SHARD_ZERO2": (False, "per node"),
     "NO_SHARD": (False, "all"),
 }
-"""Strategy -> (reshard_after_forward, copies of the model)."""
+"""Strategy -> (reshard_after_forward, replicas of the model)."""
 
 FSDP1_KEYS = frozenset(
     {*FSDP1_KEPT, *FSDP1_NOT_NEEDED, *FSDP1_NOT_SUPPORTED, "sharding_strategy", "state_dict_type"}
@@ -170,7 +170,7 @@ def _convert_strategy(
         fixed = {k: settings.get(k) for k in _DEGREES if settings.get(k) not in (None, -1)}
         if not fixed.items() <= degrees.items():
             problems.append(
-                f"sharding_strategy NO_SHARD holds a whole copy on each of {everywhere} ranks, and "
+                f"sharding_strategy NO_SHARD holds a replica on each of {everywhere} ranks, and "
                 f"{fixed} says otherwise. One of them would be ignored. Take out the degrees, or "
                 "choose FULL_SHARD or HYBRID_SHARD."
             )

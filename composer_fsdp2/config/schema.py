@@ -123,7 +123,7 @@ class FSDP2Config:
     data_parallel_shard_degree: int = setting(
         -1,
         _DEGREE,
-        "Number of ranks that share one copy of the parameters. -1 takes the ranks that "
+        "Number of ranks that share one replica of the model. -1 takes the ranks that "
         "`data_parallel_replicate_degree` leaves.",
         example="{data_parallel_shard_degree: 8, data_parallel_replicate_degree: -1}",
         saves="With N ranks, a rank holds 1/N of parameters, gradients and optimizer state.",
@@ -132,12 +132,12 @@ class FSDP2Config:
     data_parallel_replicate_degree: int | None = setting(
         None,
         null_or(_DEGREE),
-        "Number of copies of the model (HSDP). null is one copy on a mesh with one axis.",
+        "Number of replicas of the model (HSDP). null is one on a mesh with one axis.",
         check_together=_check_degrees,
         see="recipes/several-nodes.md",
         example="{data_parallel_replicate_degree: -1, data_parallel_shard_degree: 8}",
-        saves="Weights are gathered inside a copy only, for example inside a node.",
-        costs="A rank holds 1/shard degree of the model. Gradients are averaged between copies.",
+        saves="Weights are gathered inside a replica only, for example inside a node.",
+        costs="A rank holds 1/shard degree of the model. Gradients are averaged between replicas.",
     )
     reshard_after_forward: Reshard = setting(
         "auto",
@@ -191,8 +191,8 @@ class FSDP2Config:
         choice("every", "last", "reduce_scatter_only"),
         "Which microbatches of a batch reduce gradients. `every`: each of them. `last`: the last "
         "one only; units with `reshard_after_forward: false` and top-level units are gathered once "
-        "a batch. `reduce_scatter_only`, with HSDP: each reduces within a copy, the last one "
-        "averages over the copies.",
+        "a batch. `reduce_scatter_only`, with HSDP: each reduces within a replica, the last one "
+        "averages over the replicas.",
         see="memory-and-speed.md",
         since="0.2.0",
         example="gradient_sync: last",

@@ -75,7 +75,7 @@ def written(choice: Choice) -> dict[str, Any]:
 
 
 def mesh_degrees(ranks: int, per_node: int) -> list[tuple[int, int, bool | int | str]]:
-    """Returns shards, copies and resharding, for every number of shards that fills nodes."""
+    """Returns shards, replicas and resharding, for every number of shards that fills nodes."""
     shards = [
         shard
         for shard in range(1, ranks + 1)

@@ -22,7 +22,7 @@ TENSOR_AXIS = "tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """How many copies of the model there are and how many ranks share each."""
+    """How many replicas of the model there are and how many ranks share each."""
 
     shard: int
     replicate: int | None = None
@@ -61,20 +61,20 @@ class MeshShape:
         if shard * (replicate or 1) != ranks:
             raise ConfigError(
                 f"{written} does not multiply to {world}. Every rank must hold exactly "
-                f"one shard of one copy{places}. Set degrees whose product is {ranks}, or "
+                f"one shard of one replica{places}. Set degrees whose product is {ranks}, or "
                 "leave one of them at -1 to have it filled in."
             )
         if config.gradient_sync == "reduce_scatter_only" and (replicate or 1) == 1:
             raise ConfigError(
-                f"gradient_sync is reduce_scatter_only, and {ranks} ranks hold one copy of "
-                "the model. There are no copies to average over later, so it would have no effect. "
-                "Write gradient_sync: last or every, or a data_parallel_replicate_degree."
+                f"gradient_sync is reduce_scatter_only, and {ranks} ranks hold one replica of "
+                "the model. There are no replicas to average over later, so it would have no "
+                "effect. Write gradient_sync: last or every, or a data_parallel_replicate_degree."
             )
         experts = 1 if config.expert_parallel is None else config.expert_parallel.degree
         if shard * tensor % experts:
             raise ConfigError(
                 f"expert_parallel.degree is {experts}, which does not divide the {shard * tensor} "
-                "ranks that share one copy of the model. They hold the experts between them, and "
+                "ranks that share a replica of the model. They hold the experts between them, and "
                 f"no rank may be left over. Use one of {_divisors(shard * tensor, step=tensor)}."
             )
         return cls(shard=shard, replicate=replicate, tensor=tensor)

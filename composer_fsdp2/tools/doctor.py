@@ -419,9 +419,7 @@ def _mesh(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
     # With tensor parallelism the network carries a part of each parameter already.
     no_tensor_parallel = shape.tensor == 1
     sizes = ", ".join(str(n) for n in range(2, per_node + 1) if per_node % n == 0)
-    advice = (
-        f"If a node holds a whole copy: {_SHARD}_degree: {per_node} and {_REPLICATE}_degree: -1."
-    )
+    advice = f"If a node holds a replica: {_SHARD}_degree: {per_node} and {_REPLICATE}_degree: -1."
     if reshard in ("auto", True) and shape.shard % per_node == 0:
         advice += f" Or reshard_after_forward: {per_node}: backward then gathers in the node."
     slow = preparing_text(run.units, shape.shard) if run.units else None
@@ -443,7 +441,7 @@ def _mesh(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
         ),
         (
             no_tensor_parallel and crosses(shape.shard),
-            f"The {shape.shard} ranks of one copy are on more than one node: parameters are "
+            f"The {shape.shard} ranks of one replica are on more than one node: parameters are "
             f"gathered over the network between them.{slow}",
             advice,
         ),
@@ -629,7 +627,7 @@ def describe_run(run: RunFacts) -> list[tuple[str, str]]:
         lines.append(("mesh", mesh))
         if shape.tensor > 1:
             lines.append(("", f"each layer on {_grouped(run.ranks, shape.tensor)}"))
-        lines.append(("", f"each copy on {copy}"))
+        lines.append(("", f"each replica on {copy}"))
     mixed, precision = settings.mixed_precision, run.value("precision")
     try:
         policy = resolve_precision(mixed, compute_dtype(precision))

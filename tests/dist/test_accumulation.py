@@ -432,7 +432,7 @@ def test_without_copies_there_is_nothing_to_average_later(copies: int | None):
     config = {"gradient_sync": "reduce_scatter_only", "data_parallel_replicate_degree": copies}
     if copies == -1:
         config["data_parallel_shard_degree"] = 2
-    with pytest.raises(ConfigError, match="2 ranks hold one copy of the model"):
+    with pytest.raises(ConfigError, match="2 ranks hold one replica of the model"):
         prepare_fully_shard(TinyLM(), None, config)
 
 

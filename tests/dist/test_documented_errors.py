@@ -395,7 +395,7 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "was chosen for tiled_mlp, but": lambda _: prepare(
         TinyLM(), {"tiled_mlp": {"shards": 2, "names": ["blocks"]}}
     ),
-    "There are no copies to average over later": lambda _: prepare(
+    "There are no replicas to average over later": lambda _: prepare(
         TinyLM(), {"gradient_sync": "reduce_scatter_only"}
     ),
     "'cpu_offload' is set in a run on the CPU": lambda _: prepare(

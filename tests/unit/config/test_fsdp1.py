@@ -200,7 +200,7 @@ def test_settings_of_single_units():
 
 
 def test_no_shard_does_not_ignore_degrees():
-    with pytest.raises(ConfigError, match="NO_SHARD holds a whole copy on each of 8 ranks"):
+    with pytest.raises(ConfigError, match="NO_SHARD holds a replica on each of 8 ranks"):
         convert_fsdp1(
             {"sharding_strategy": "NO_SHARD", "data_parallel_shard_degree": 4},
             world_size=8,

@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Machine, RunFacts | None, str, str, str]] = {
         MACHINE,
         run(**TWO_NODES),
         "warning",
-        "The 16 ranks of one copy are on more than one node",
+        "The 16 ranks of one replica are on more than one node",
         "data_parallel_shard_degree: 8 and data_parallel_replicate_degree: -1. "
         "Or reshard_after_forward: 8",
     ),
@@ -364,9 +364,9 @@ def test_axis_names_are_composers():
 @pytest.mark.parametrize(
     ("degrees", "groups"),
     [
-        ((8, None), "each copy on 8 ranks: 0-7"),
-        ((2, 4), "each copy on 2 ranks: 0-1, 2-3, 4-5, 6-7"),
-        ((1, 8), "each copy on 1 rank: 0, 1, 2, 3, ..."),
+        ((8, None), "each replica on 8 ranks: 0-7"),
+        ((2, 4), "each replica on 2 ranks: 0-1, 2-3, 4-5, 6-7"),
+        ((1, 8), "each replica on 1 rank: 0, 1, 2, 3, ..."),
     ],
 )
 def test_ranks_of_a_copy(degrees: tuple[int, int | None], groups: str):
@@ -462,7 +462,7 @@ def test_shows_what_a_run_does(doctor):
     assert f"{len(PRIVATE_MEMBERS)} of {len(PRIVATE_MEMBERS)} internals" in text
     assert "asks for FSDP2 ranks 4 on 2 nodes, on GPUs mesh data_parallel_shard 4" in text
     assert "init_device cpu" in text
-    assert "warning: The 4 ranks of one copy are on more than one node" in text
+    assert "warning: The 4 ranks of one replica are on more than one node" in text
     run = result.stdout.partition("Replaced in Composer")[0]
     assert max(map(len, run.splitlines())) <= 100
 
@@ -610,7 +610,7 @@ def test_options_that_cannot_be(doctor, options: list[str], message: str):
             [
                 "mesh             dp_replicate 2 x dp_shard 4 x tp 8",
                 "each layer on 8 ranks: 0-7, 8-15, 16-23, 24-31, ...",
-                "each copy on 32 ranks: 0-31, 32-63",
+                "each replica on 32 ranks: 0-31, 32-63",
             ],
         ),
         ({"tensor_parallel": 2}, 4, ["dp_shard 2 x tp 2", "each layer on 2 ranks: 0-1, 2-3"]),
