@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from composer_fsdp2 import ConfigError, prepare_fully_shard
+from composer_fsdp2 import ConfigError, prepare_fully_shard, uninstall
 from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.patches import install_for_foundry
 from composer_fsdp2.shard.device_mesh import with_cpu_backend
@@ -57,6 +57,7 @@ def as_rank() -> Iterator[Join]:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
 
     yield join
+    uninstall()  # preparing a model of transformers has installed the rows about it
     if dist.is_initialized():
         dist.destroy_process_group()
 
