@@ -54,7 +54,7 @@ def test_what_is_exported_computes_as_the_run(tmp_path: Path, monkeypatch: pytes
     LlamaForCausalLM(llama_config(hidden_size=64, vocab_size=64)).save_pretrained(tmp_path / "base")
     run(tmp_path, 2)
     monkeypatch.chdir(tmp_path)
-    command = f"checkpoint convert {RUN}/checkpoints/ep2-ba16-rank0.pt {RUN}/adapters --to hf"
+    command = f"checkpoint convert {RUN}/checkpoints/ep2-ba16 {RUN}/adapters --to hf"
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output
     # As in the run: packed anew for an evaluation, the weights would be others.
