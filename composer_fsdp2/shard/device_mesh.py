@@ -47,7 +47,7 @@ def mesh_of_replica(mesh: DeviceMesh) -> DeviceMesh:
         mesh: (replicate, shard), on its own or cut out of a mesh with a tensor axis.
     """
     root = root_mesh(mesh)
-    names: tuple[str, ...] = (mesh.mesh_dim_names or ())[1:]
+    names = list(mesh.mesh_dim_names or ())[1:]
     if TENSOR_AXIS in (root.mesh_dim_names or ()):
         # For each parameter that lies on a tensor axis torch 2.7 cuts a mesh out of the root, in
         # time that grows with the replicas, unless the axes of the parameter are all of the root:
