@@ -146,13 +146,8 @@ def write_sharded(
         locks.enter_context(locked(temporary, shared=True))
 
     def write_shards() -> None:
-        _save(
-            state_dict,
-            # FileSystemWriter forces each file to the disk before it returns (`sync_files`).
-            _Writer(temporary),
-            planner or ShardSavePlanner(),
-            writers,
-        )
+        # FileSystemWriter forces each file to the disk before it returns (`sync_files`).
+        _save(state_dict, _Writer(temporary), planner or ShardSavePlanner(), writers)
 
     def look() -> None:
         if publications is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -205,7 +206,8 @@ def apply_plan(
     tree = merge_aliases(tree or ModuleTree.read(model))
     device = torch.empty(0, device=mesh.device_type).device  # with its index
     tree = prepare_packed_weights(tree, plan.units, device)
-    shard_mesh, make_hook = probe_reduction(mesh)
+    probe = functools.cache(probe_reduction)  # every layer of experts has the same ranks
+    probe(mesh)
     layout = Layout(tree, plan)
     weights = InitialWeights(
         tree,
@@ -218,7 +220,6 @@ def apply_plan(
     )
     offloading = CPUOffloadPolicy(pin_memory=offload.pin_memory) if offload else OffloadPolicy()
     hooks: dict[nn.Module, UnitHooks] = {}
-    expert_reduction: tuple[DeviceMesh, MakeHook] | None = None
     with _carrying_attributes(tree), weights.seeded(), weights.sourced.shown():
         tree.params.clear()  # or every full parameter would live until the last unit is sharded
         if source is not None:
@@ -229,12 +230,9 @@ def apply_plan(
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
             module = layout.modules[unit.module]
-            reduction = shard_mesh, make_hook
-            if (experts := experts_of(module)) is not None:
-                if expert_reduction is None:  # every layer of experts has the same ranks
-                    ranks = experts.mesh
-                    expert_reduction = probe_reduction(ranks.shards, ranks.sources)
-                reduction = expert_reduction
+            experts = experts_of(module)
+            ranks = (mesh,) if experts is None else (experts.mesh.shards, experts.mesh.sources)
+            reduction = probe(*ranks)
             hooks[module] = _shard_unit(module, unit, layout, *reduction, policy, offloading)
             weights.sourced.read_parameters(unit.params)
         weights.fill(tree.modules())

@@ -32,7 +32,9 @@ from tests.support.parity import (
     Recipe,
     assert_close,
     assert_same_values,
+    autocast,
     copy_values,
+    device_for,
     full,
     model_loss,
     train_together,
@@ -255,6 +257,21 @@ def run(
         trainer.fit()
     trainer.close()
     return trainer
+
+
+def losses_in_bf16(model: HuggingFaceModel, frozen: str) -> list[torch.Tensor]:
+    """Trains adapters in `amp_bf16` without a Trainer; returns the loss of each batch."""
+    optimizer = OPTIMIZERS["adamw"](trained(model))
+    prepare_fully_shard(model, optimizer, {"frozen": frozen}, "amp_bf16", device_for("amp_bf16"))
+    losses = []
+    for ids, _ in batches(4, 2):
+        with autocast("amp_bf16"):
+            loss = model({"input_ids": ids, "labels": ids})["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
 
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:

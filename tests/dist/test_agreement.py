@@ -19,7 +19,7 @@ from composer.core import Callback, State
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.step import agreement, gloo
-from composer_fsdp2.step.agreement import agreement_of, connected
+from composer_fsdp2.step.agreement import Agreement, agreement_of, connected
 from composer_fsdp2.step.gloo import takes_cpu_tensors
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives
 from composer_fsdp2.torch_private.tensors import timeout_of
@@ -299,34 +299,9 @@ class Limited(Callback):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 
-@pytest.mark.matrix
-@pytest.mark.world_size(5, timeout=60)
-@pytest.mark.parametrize("rank", range(5))
-@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
-def test_a_prime_number_of_ranks_leaves_together(rank: int):
-    """The others wait in its row, in its column, or for what comes of the columns."""
+def train_limited(rows_from: int, rank: int) -> Agreement:
+    """Trains two batches in which memory runs out on one rank; returns what ranks agreed by."""
     model, limited = built(TinyComposer), Limited(rank)
-    with as_on_nccl(rows_from=5), installed():
-        trainer = trainer_for(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            samples_of(4, 8),
-            device_train_microbatch_size="auto",
-            callbacks=[limited],
-        )
-        trainer.fit()
-        trainer.close()
-    assert limited.times == (1 if dist.get_rank() == rank else 0)
-    assert trainer.state.device_train_microbatch_size == 2
-    assert int(trainer.state.timestamp.batch) == 2
-
-
-@pytest.mark.world_size(4, timeout=60)
-@pytest.mark.parametrize("rows_from", [32, 4], ids=["one group", "rows"])
-@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
-def test_ranks_leave_what_they_agree_on_together_too(rows_from: int):
-    """The others have come to the end of the attempt: in its row, or in the column behind that."""
-    model, limited = built(TinyComposer), Limited()
     with as_on_nccl(rows_from), installed():
         trainer = trainer_for(
             model,
@@ -336,10 +311,28 @@ def test_ranks_leave_what_they_agree_on_together_too(rows_from: int):
             callbacks=[limited],
         )
         trainer.fit()
-        found = agreement_of(CPU)
-        assert len(found.groups) == (2 if rows_from == 4 else 1)
-        assert found.collectives > 0
+        agreement = agreement_of(CPU)
         trainer.close()
-    assert limited.times == (1 if dist.get_rank() == 1 else 0)
+    assert limited.times == (1 if dist.get_rank() == rank else 0)
     assert trainer.state.device_train_microbatch_size == 2
     assert int(trainer.state.timestamp.batch) == 2
+    return agreement
+
+
+@pytest.mark.matrix
+@pytest.mark.world_size(5, timeout=60)
+@pytest.mark.parametrize("rank", range(5))
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
+def test_a_prime_number_of_ranks_leaves_together(rank: int):
+    """The others wait in its row, in its column, or for what comes of the columns."""
+    train_limited(5, rank)
+
+
+@pytest.mark.world_size(4, timeout=60)
+@pytest.mark.parametrize("rows_from", [32, 4], ids=["one group", "rows"])
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
+def test_ranks_leave_what_they_agree_on_together_too(rows_from: int):
+    """The others have come to the end of the attempt: in its row, or in the column behind that."""
+    agreement = train_limited(rows_from, rank=1)
+    assert len(agreement.groups) == (2 if rows_from == 4 else 1)
+    assert agreement.collectives > 0

@@ -19,15 +19,21 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.step.run import run_of
-from tests.dist.test_adapters import FORMATS, STEPS, everything, lora, trained, unsharded_names
+from tests.dist.test_adapters import (
+    FORMATS,
+    STEPS,
+    everything,
+    lora,
+    losses_in_bf16,
+    trained,
+    unsharded_names,
+)
 from tests.dist.test_adapters import run as run_with_adapters
-from tests.support.models import TinyLM, batches
+from tests.support.models import TinyLM
 from tests.support.parity import (
     OPTIMIZERS,
     Recipe,
-    autocast,
     check_parity_from_here,
-    device_for,
     full,
     train_together,
 )
@@ -148,21 +154,11 @@ def test_only_adapters_are_sent(recompute: bool):
 
 @pytest.mark.world_size(2)
 def test_a_base_in_bf16_computes_as_if_it_were_gathered():
-    losses: dict[str, list[torch.Tensor]] = {"shard": [], "replicate": []}
-    for frozen, of_steps in losses.items():
-        model = lora(dtype=torch.bfloat16)
-        optimizer = OPTIMIZERS["adamw"](trained(model))
-        where = device_for("amp_bf16")
-        prepare_fully_shard(model, optimizer, {"frozen": frozen}, "amp_bf16", where)
-        for ids, _ in batches(4, 2):
-            with autocast("amp_bf16"):
-                loss = model({"input_ids": ids, "labels": ids})["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            of_steps.append(loss.detach())
-    assert losses["shard"] == losses["replicate"]
-    assert losses["shard"][0] != losses["shard"][-1]
+    sharded, replicated = (
+        losses_in_bf16(lora(dtype=torch.bfloat16), frozen) for frozen in ("shard", "replicate")
+    )
+    assert sharded == replicated
+    assert sharded[0] != sharded[-1]
 
 
 @pytest.mark.world_size(2)

@@ -20,10 +20,9 @@ from composer_fsdp2 import ModelWeights, PlanError, prepare_fully_shard
 from composer_fsdp2.plan.module_tree import ModuleTree, is_packed
 from composer_fsdp2.shard.packed_weights import prepare_packed_weights
 from composer_fsdp2.torch_private.units import gathers_integers
-from tests.dist.test_adapters import FORMATS, lora, trained
+from tests.dist.test_adapters import FORMATS, lora, losses_in_bf16, trained
 from tests.dist.test_adapters import run as run_with_adapters
-from tests.support.models import batches
-from tests.support.parity import OPTIMIZERS, Recipe, autocast, device_for, full, train_together
+from tests.support.parity import OPTIMIZERS, Recipe, full, train_together
 from tests.support.training import largest_difference
 
 bnb: Any = pytest.importorskip("bitsandbytes.nn", reason="needs the extra qlora")
@@ -109,21 +108,12 @@ def test_beside_other_settings(name: str):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float32], ids=str)
 def test_bytes_are_not_cast_in_mixed_precision(storage: torch.dtype):
-    losses: dict[str, list[torch.Tensor]] = {"shard": [], "replicate": []}
-    for frozen, of_steps in losses.items():
-        model = qlora(storage, dtype=torch.bfloat16)
-        optimizer = OPTIMIZERS["adamw"](trained(model))
-        where = device_for("amp_bf16")
-        prepare_fully_shard(model, optimizer, {"frozen": frozen}, "amp_bf16", where)
-        for ids, _ in batches(4, 2):
-            with autocast("amp_bf16"):
-                loss = model({"input_ids": ids, "labels": ids})["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            of_steps.append(loss.detach())
-    assert losses["shard"] == losses["replicate"]
-    assert losses["shard"][0] != losses["shard"][-1]
+    sharded, replicated = (
+        losses_in_bf16(qlora(storage, dtype=torch.bfloat16), frozen)
+        for frozen in ("shard", "replicate")
+    )
+    assert sharded == replicated
+    assert sharded[0] != sharded[-1]
 
 
 @pytest.mark.world_size(2)
