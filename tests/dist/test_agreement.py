@@ -263,7 +263,7 @@ def test_where_gloo_does_not_get_through_the_device_is_asked():
 def test_a_rank_without_the_interface_is_given_up_soon():
     """The others would wait for it as long as a collective may take, half an hour."""
     with as_on_nccl(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_PROBE", datetime.timedelta(seconds=scaled(2)))
+        patch.setattr(gloo, "_PROBE", datetime.timedelta(seconds=scaled(2)))
         if dist.get_rank() == 1:
             patch.setenv("GLOO_SOCKET_IFNAME", "none0")
         with pytest.warns(UserWarning, match="gloo cannot connect the ranks: .*GLOO_SOCKET_IFNAME"):
