@@ -86,10 +86,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from composer_fsdp2.checkpoint.contents import read_contents
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.ranges import plan_ranges
 from composer_fsdp2.checkpoint.save_plan import ShardSavePlanner
-from composer_fsdp2.checkpoint.source import FolderCheckpoint, read_contents
+from composer_fsdp2.checkpoint.source import FolderCheckpoint
 from composer_fsdp2.step.agreement import neighbours
 from tests.support.save_plans import local_plan, rows_of
 

@@ -29,15 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composer_fsdp2.checkpoint.algorithms import take_trained_weights, vet_algorithms_of
+from composer_fsdp2.checkpoint.contents import TensorEntry, write_checksums
 from composer_fsdp2.checkpoint.describe import find_ties
 from composer_fsdp2.checkpoint.metadata import METADATA
-from composer_fsdp2.checkpoint.source import (
-    Checkpoint,
-    FolderCheckpoint,
-    TensorEntry,
-    Way,
-    write_checksums,
-)
+from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.torch_private.members import check_private_members

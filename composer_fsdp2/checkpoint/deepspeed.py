@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from composer_fsdp2.checkpoint.contents import TensorEntry, deepspeed_folder
 from composer_fsdp2.checkpoint.metadata import METADATA, is_inside
 from composer_fsdp2.checkpoint.pickles import (
     check_member,
@@ -32,12 +33,7 @@ from composer_fsdp2.checkpoint.pickles import (
     open_archive,
     trusts,
 )
-from composer_fsdp2.checkpoint.source import (
-    Checkpoint,
-    TensorEntry,
-    deepspeed_folder,
-    open_checkpoint,
-)
+from composer_fsdp2.checkpoint.source import Checkpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.text import plain_name
 

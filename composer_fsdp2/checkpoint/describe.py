@@ -12,18 +12,11 @@ import numpy as np
 import torch
 
 from composer_fsdp2.checkpoint.algorithms import vet_algorithms_of
+from composer_fsdp2.checkpoint.contents import TensorEntry, deepspeed_folder, files_of
 from composer_fsdp2.checkpoint.deepspeed import DeepSpeedCheckpoint, open_any_checkpoint
 from composer_fsdp2.checkpoint.metadata import MESH, METADATA
 from composer_fsdp2.checkpoint.pickles import open_archive
-from composer_fsdp2.checkpoint.source import (
-    Checkpoint,
-    FileCheckpoint,
-    FolderCheckpoint,
-    TensorEntry,
-    Way,
-    deepspeed_folder,
-    files_of,
-)
+from composer_fsdp2.checkpoint.source import Checkpoint, FileCheckpoint, FolderCheckpoint, Way
 from composer_fsdp2.config.messages import shortened
 from composer_fsdp2.errors import CheckpointError
 

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.checkpoint.contents import write_checksums
 from composer_fsdp2.checkpoint.load import reason_of
 from composer_fsdp2.checkpoint.save_plan import ShardSavePlanner
-from composer_fsdp2.checkpoint.source import write_checksums
 from composer_fsdp2.checkpoint.staging import (
     Publications,
     hidden,

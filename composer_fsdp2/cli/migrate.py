@@ -173,7 +173,7 @@ def _migrate_config(
         )
     try:
         if config.is_dir():  # perhaps a checkpoint of DeepSpeed, which another command converts
-            from composer_fsdp2.checkpoint.source import deepspeed_folder, detect_kind
+            from composer_fsdp2.checkpoint.contents import deepspeed_folder, detect_kind
 
             if deepspeed_folder(config) is not None:
                 detect_kind(config)

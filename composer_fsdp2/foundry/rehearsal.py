@@ -56,7 +56,7 @@ from streaming import StreamingDataset
 from torch import nn
 from transformers import modeling_utils
 
-from composer_fsdp2.checkpoint.source import detect_kind
+from composer_fsdp2.checkpoint.contents import detect_kind
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
 from composer_fsdp2.errors import CheckpointError

@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composer_fsdp2 import installed
+from composer_fsdp2.checkpoint.contents import CHECKSUMS
 from composer_fsdp2.checkpoint.convert import convert_to_sharded
-from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
+from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.checkpoint.write import Savers, write_sharded
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.step import agreement

@@ -29,7 +29,8 @@ from composer.models import ComposerModel
 from torch import nn
 
 from composer_fsdp2 import installed
-from composer_fsdp2.checkpoint.source import detect_kind, open_checkpoint
+from composer_fsdp2.checkpoint.contents import detect_kind
+from composer_fsdp2.checkpoint.source import open_checkpoint
 from tests.support.faults_table import record
 from tests.support.models import lm_loss
 from tests.support.pool import RankError, WorkerPool

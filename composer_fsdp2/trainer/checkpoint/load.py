@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages, vet_algorithms
+from composer_fsdp2.checkpoint.contents import Kind, detect_kind
 from composer_fsdp2.checkpoint.expert_names import ExpertNames, RenamedFolder
 from composer_fsdp2.checkpoint.load import STATE_SETTINGS, check_fit, check_groups, load_sharded
 from composer_fsdp2.checkpoint.muon_from_adamw import MuonFromAdamW
@@ -32,8 +33,6 @@ from composer_fsdp2.checkpoint.source import (
     Checkpoint,
     FileCheckpoint,
     FolderCheckpoint,
-    Kind,
-    detect_kind,
     flatten,
     open_checkpoint,
     open_on_all_ranks,

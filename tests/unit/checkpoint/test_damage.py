@@ -17,11 +17,12 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
+from composer_fsdp2.checkpoint.contents import CHECKSUMS
 from composer_fsdp2.checkpoint.convert import convert_to_sharded, write_full
 from composer_fsdp2.checkpoint.huggingface import write_huggingface
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.pickles import TRUST_VARIABLE
-from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
+from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.cli import checkpoint
 from composer_fsdp2.cli.main import app

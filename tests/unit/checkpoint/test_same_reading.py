@@ -18,9 +18,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
+from composer_fsdp2.checkpoint.contents import CHECKSUMS
 from composer_fsdp2.checkpoint.describe import verify_checkpoint
 from composer_fsdp2.checkpoint.metadata import METADATA
-from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
+from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.support.saved import as_newer_torch, save_file, save_folder, small_state
 from tests.unit.checkpoint.test_damage import EMBED, found_by, run, save_ours

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-from composer_fsdp2.checkpoint.source import CHECKSUMS, write_checksums
+from composer_fsdp2.checkpoint.contents import CHECKSUMS, write_checksums
 from composer_fsdp2.checkpoint.staging import locked, remove_leftovers
 from tests.support.limits import scaled
 

@@ -16,14 +16,10 @@ from torch.distributed import checkpoint as dcp
 from typer.testing import CliRunner
 
 from composer_fsdp2.checkpoint import convert as convert_module
+from composer_fsdp2.checkpoint.contents import CHECKSUMS, files_of
 from composer_fsdp2.checkpoint.convert import nest
 from composer_fsdp2.checkpoint.describe import compare_checkpoints
-from composer_fsdp2.checkpoint.source import (
-    CHECKSUMS,
-    FolderCheckpoint,
-    files_of,
-    open_checkpoint,
-)
+from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.cli.main import app
 from composer_fsdp2.errors import CheckpointError
 from tests.support.saved import (
