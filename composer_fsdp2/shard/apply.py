@@ -31,15 +31,11 @@ from composer_fsdp2.plan.module_tree import (
 )
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import of_rank0
+from composer_fsdp2.shard.averaging import MakeHook, probe_reduction
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
 from composer_fsdp2.shard.layout import Layout, slot_of
 from composer_fsdp2.shard.packed_weights import prepare_packed_weights
-from composer_fsdp2.shard.unit_hooks import (
-    InputCast,
-    MakeHook,
-    UnitHooks,
-    probe_reduction,
-)
+from composer_fsdp2.shard.unit_hooks import InputCast, UnitHooks
 from composer_fsdp2.shard.units import collector_paused
 from composer_fsdp2.shard.weight_source import WeightSource
 from composer_fsdp2.torch_private.members import check_private_members

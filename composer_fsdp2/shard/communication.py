@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.shard.unit_hooks import leave_division_to_torch
+from composer_fsdp2.shard.averaging import leave_division_to_torch
 from composer_fsdp2.torch_private.units import all_reduce_hook, param_groups
 
 __all__ = [

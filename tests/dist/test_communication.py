@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.shard import communication, unit_hooks
+from composer_fsdp2.shard import averaging, communication
 from composer_fsdp2.shard.communication import METHODS, apply_communication, check_communication
 from tests.support.models import TinyLM
 from tests.support.parity import Recipe, check_parity
@@ -73,7 +73,7 @@ def test_sums_are_divided_over_all_copies(size: int):
 def test_sums_are_divided_once_where_the_backend_does_not_average(size: int):
     """The gloo of older torch sums where it should average, and a hook divides."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_hooks, "_averages_reduce_scatter", lambda *_: False)
+        patch.setattr(averaging, "_averages_reduce_scatter", lambda *_: False)
         config = {"communication": {"sum_reductions": True}}
         check_parity(TinyLM, config, optimizer="sgd", recipe=Recipe(steps=3, microbatches=size))
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
 from composer_fsdp2.config.wrapping import PrecisionSpec
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.shard import unit_hooks
+from composer_fsdp2.shard import averaging
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from tests.support.models import WIDTH, Block, TinyComposer, TinyLM, batches, lm_loss
@@ -629,9 +629,9 @@ def test_an_average_of_many_ranks_is_known_however_it_is_rounded():
     sent = np.arange(ranks, dtype=np.float32) / np.float32(ranks)
     found = float(sent.cumsum()[-1])
     assert abs(found - (ranks - 1) / 2) > 1e-3
-    assert unit_hooks._is_average(found, ranks)
-    assert unit_hooks._is_average(0.5, 2)
-    assert not unit_hooks._is_average(1.0, 2)
+    assert averaging._is_average(found, ranks)
+    assert averaging._is_average(0.5, 2)
+    assert not averaging._is_average(1.0, 2)
 
 
 @pytest.mark.world_size(2)
