@@ -96,6 +96,8 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
         if file.is_file() and "__pycache__" not in file.parts
     }
     ready = {f"composer_fsdp2/{path.relative_to(ROOT).as_posix()}" for path in READY}
+    pins = ("stacks.txt", "stable.txt", "latest.txt", "newest-overrides.txt")
+    ready |= {f"composer_fsdp2/versions/{name}" for name in pins}
     about = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
     assert packed == package | ready | {f"{INFO}/{name}" for name in about}
 
