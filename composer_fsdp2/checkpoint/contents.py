@@ -163,8 +163,8 @@ def read_contents(path: Path) -> FolderContents:
         )
     metadata = read_metadata(path)
     try:
-        ways = metadata.planner_data or {}
-        if not all(isinstance(tuple(way)[:1][0], str) for way in ways.values()):
+        key_paths = metadata.planner_data or {}
+        if not all(isinstance(tuple(key_path)[:1][0], str) for key_path in key_paths.values()):
             raise TypeError("a value has no name")
         files: dict[str, int] = dict(checksums.get("files", {}))
         for name, end in metadata.storage_data.ends().items():
@@ -200,13 +200,13 @@ def _find_gaps(metadata: Metadata) -> Iterator[tuple[str, str]]:
         if layout not in layouts:
             sizes = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
             boxes = [(start or (), sizes[start]) for start in starts if start in sizes]
-            found = sum(math.prod(part) for _, part in boxes)
-            fits = found == math.prod(shape) and len(boxes) == len(starts)
-            layouts[layout] = found, fits, fits and covers_exactly(shape, boxes)
-        found, fits, covers = layouts[layout]
+            covered = sum(math.prod(part) for _, part in boxes)
+            fits = covered == math.prod(shape) and len(boxes) == len(starts)
+            layouts[layout] = covered, fits, fits and covers_exactly(shape, boxes)
+        covered, fits, covers = layouts[layout]
         stored_bytes = stored.stored_bytes(key)
         if not fits:
-            yield key, f"pieces of '{key}' hold {found} of {math.prod(shape)} elements"
+            yield key, f"pieces of '{key}' hold {covered} of {math.prod(shape)} elements"
         elif not covers:
             yield key, f"pieces of '{key}' overlap, and leave gaps between them"
         elif size_bytes > stored_bytes:
@@ -216,19 +216,19 @@ def _find_gaps(metadata: Metadata) -> Iterator[tuple[str, str]]:
 def write_checksums(folder: Path) -> None:
     """Records what is in a folder; the values in it carry their own checksums."""
     files = {name: size for name, size in files_of(folder).items() if name != CHECKSUMS}
-    found: dict[str, Any] = {"files": files}
+    checksums: dict[str, Any] = {"files": files}
     if METADATA in files:
-        found["metadata_sha256"] = _digest_of(folder / METADATA)
+        checksums["metadata_sha256"] = _digest_of(folder / METADATA)
     # Another node of a shared disk may be writing its own, which will be the same.
-    (folder / CHECKSUMS).write_text(json.dumps(found, indent=1))
+    (folder / CHECKSUMS).write_text(json.dumps(checksums, indent=1))
     sync(folder / CHECKSUMS)
     sync(folder)
 
 
 def _read_checksums(folder: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads((folder / CHECKSUMS).read_text())
-        files, digest = found["files"], found["metadata_sha256"]
+        checksums = json.loads((folder / CHECKSUMS).read_text())
+        files, digest = checksums["files"], checksums["metadata_sha256"]
         if not isinstance(files, dict) or not isinstance(digest, str):
             raise TypeError("no table of files, or no digest")
         if not all(is_inside(name) for name in files):
@@ -241,7 +241,7 @@ def _read_checksums(folder: Path) -> Mapping[str, Any]:
             f"'{folder / CHECKSUMS}' is damaged. It cannot be told whether the checkpoint is "
             "whole. Take another checkpoint, or remove that file to load without this check."
         ) from None
-    return found
+    return checksums
 
 
 def _digest_of(path: Path) -> str:

@@ -32,7 +32,7 @@ from composer_fsdp2.checkpoint.algorithms import take_trained_weights, vet_algor
 from composer_fsdp2.checkpoint.contents import TensorEntry, write_checksums
 from composer_fsdp2.checkpoint.describe import find_ties
 from composer_fsdp2.checkpoint.metadata import METADATA
-from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way
+from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, KeyPath
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.torch_private.members import check_private_members
@@ -81,7 +81,7 @@ def convert_to_sharded(
     """
     check_private_members(["checkpoints"])
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, Any] = {}
+    storage_data: dict[MetadataIndex, Any] = {}
     name, numbers, file, files = "", itertools.count(), None, ExitStack()
     with staged(destination, folder=True) as folder, files:
         prove_whole(source)
@@ -105,11 +105,11 @@ def convert_to_sharded(
                 # It leaves a cycle that keeps the piece, a class of its own for each call:
                 # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/serialization.py#L1206
                 gc.collect(1)
-                places[index] = storage_info(name, start, file.tell() - start)
+                storage_data[index] = storage_info(name, start, file.tell() - start)
             advance(source.tensors[key].size_bytes if key in source.tensors else 0, total)
         files.close()
         with (folder / METADATA).open("wb") as opened:
-            pickle.dump(Metadata(entries, dict(source.paths), places, StorageMeta()), opened)
+            pickle.dump(Metadata(entries, dict(source.paths), storage_data, StorageMeta()), opened)
         write_checksums(folder)
 
 
@@ -165,9 +165,9 @@ def write_full(
     with staged(destination, folder=False) as path:
         prove_whole(source)
         keys = {key: key for key in source.tensors}
-        copies = map_copies(source, keys, destination.parent, advance, 2 * size)
+        mapped = map_copies(source, keys, destination.parent, advance, 2 * size)
         values: dict[str, Any] = {
-            key: copies[key] if key in copies else source.object(key) for key in source.paths
+            key: mapped[key] if key in mapped else source.object(key) for key in source.paths
         }
         for first, *others in find_ties(source):
             for other in others:
@@ -221,42 +221,42 @@ def map_copies(
         # The system refuses to map an empty file.
         empty = not any(entry.size_bytes for _, entry in entries.values())
         data = memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    copies: dict[str, torch.Tensor] = {}
+    mapped: dict[str, torch.Tensor] = {}
     for name, (start, entry) in entries.items():
         part = data[start : start + entry.size_bytes]
         # `torch.frombuffer` refuses an empty buffer.
         flat = (
             torch.frombuffer(part, dtype=entry.dtype) if part else torch.empty(0, dtype=entry.dtype)
         )
-        copies[name] = flat.view(entry.shape)
-    return copies
+        mapped[name] = flat.view(entry.shape)
+    return mapped
 
 
-def nest(items: Iterable[tuple[Way, Any]]) -> Any:
-    """Makes dictionaries and lists from values and the ways to them.
+def nest(items: Iterable[tuple[KeyPath, Any]]) -> Any:
+    """Makes dictionaries and lists from values and their key paths.
 
     Raises:
-        CheckpointError: two ways contradict each other, or a list has gaps.
+        CheckpointError: two key paths contradict each other, or a list has gaps.
     """
-    below: dict[str | int, list[tuple[Way, Any]]] = {}
-    for way, value in items:
-        below.setdefault(way[0], []).append((way[1:], value))
-    found: dict[str | int, Any] = {}
+    below: dict[str | int, list[tuple[KeyPath, Any]]] = {}
+    for key_path, value in items:
+        below.setdefault(key_path[0], []).append((key_path[1:], value))
+    values_by_part: dict[str | int, Any] = {}
     for part, inside in below.items():
         values = [value for rest, value in inside if not rest]
         if values and len(inside) > 1:
             raise _contradiction((part,))
-        found[part] = values[0] if values else nest(inside)
+        values_by_part[part] = values[0] if values else nest(inside)
     # torch makes text of the keys of dictionaries, so a number is always a place in a list.
-    if not any(isinstance(part, int) for part in found):
-        return found
-    if found.keys() != set(range(len(found))):
-        raise _contradiction(tuple(found))
-    return [found[place] for place in range(len(found))]
+    if not any(isinstance(part, int) for part in values_by_part):
+        return values_by_part
+    if values_by_part.keys() != set(range(len(values_by_part))):
+        raise _contradiction(tuple(values_by_part))
+    return [values_by_part[index] for index in range(len(values_by_part))]
 
 
-def _contradiction(way: Way) -> CheckpointError:
+def _contradiction(key_path: KeyPath) -> CheckpointError:
     return CheckpointError(
-        f"The values at '{'.'.join(map(str, way))}' cannot be put into one dictionary or list. The "
-        "names of this checkpoint contradict each other. Take another checkpoint."
+        f"The values at '{'.'.join(map(str, key_path))}' cannot be put into one dictionary or list. "
+        "The names of this checkpoint contradict each other. Take another checkpoint."
     )

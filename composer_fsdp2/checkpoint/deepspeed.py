@@ -175,17 +175,17 @@ class DeepSpeedCheckpoint(Checkpoint):
         Raises:
             CheckpointError: the weights are divided in other ways than by ZeRO.
         """
-        found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+        files: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
         for item in sorted(self.folder.glob("*_states.pt")):
             match = _FILE.fullmatch(item.name)
             if match is None or int(match[2]):
                 raise self._other_parallelism(f"has '{item.name}'")
-            other = found[match[3]].setdefault(int(match[1] or 0), item)
+            other = files[match[3]].setdefault(int(match[1] or 0), item)
             if other != item:
                 raise self._mixed(f"has '{other.name}' and '{item.name}'")
-        if not found["model"]:
+        if not files["model"]:
             raise self._missing("mp_rank_00_model_states.pt")
-        return found["model"], found["optim"]
+        return files["model"], files["optim"]
 
     def _load(self, file: Path) -> Any:
         if not file.is_file():
@@ -210,15 +210,15 @@ class DeepSpeedCheckpoint(Checkpoint):
             "checkpoint."
         )
 
-    def _mixed(self, what: str) -> CheckpointError:
+    def _mixed(self, contradiction: str) -> CheckpointError:
         return CheckpointError(
-            f"'{self.folder}' {what}. Files of two saves are mixed, and weights of either could be "
-            "read. Remove those of the older save."
+            f"'{self.folder}' {contradiction}. Files of two saves are mixed, and weights of "
+            "either could be read. Remove those of the older save."
         )
 
-    def _other_parallelism(self, what: str) -> CheckpointError:
+    def _other_parallelism(self, sign: str) -> CheckpointError:
         return CheckpointError(
-            f"'{self.folder}' {what}: tensor or pipeline parallelism, or experts over ranks. Such "
+            f"'{self.folder}' {sign}: tensor or pipeline parallelism, or experts over ranks. Such "
             "weights are cut in ways that only their own model knows. Save full weights with the "
             "program that trained them, such as save_pretrained, and load those."
         )
@@ -303,10 +303,10 @@ def _from_vector(
         paddings: elements behind each parameter, which newer versions have; or none.
     """
     start = 0
-    for place, (name, shape) in enumerate(shapes.items()):
+    for index, (name, shape) in enumerate(shapes.items()):
         size = math.prod(shape)
         yield name, _weight(_cut(parts, start, size), shape, parts[0].dtype)
-        start += size + (paddings[place] if paddings else 0)
+        start += size + (paddings[index] if paddings else 0)
     _same_size(start, sum(part.numel() for part in parts), 2 * len(parts))
 
 
@@ -362,7 +362,7 @@ def _combined(
         stage3: whether `module` has no values of parameters.
     """
     model, module = states[0], states[0].get("module") or {}
-    held: dict[Any, _Weight] = {}
+    first_weights: dict[Any, _Weight] = {}
 
     def whole(pieces: Sequence[torch.Tensor], shape: Sequence[int]) -> _Weight:
         dtype = pieces[0].dtype
@@ -372,7 +372,7 @@ def _combined(
         # Without the optimizer, tied names are known by their storage alone.
         tensor = pieces[0]
         same = (tensor.data_ptr(), tensor.dtype, tensor.stride(), weight.entry.shape)
-        return held.setdefault(same, weight) if tensor.numel() else weight
+        return first_weights.setdefault(same, weight) if tensor.numel() else weight
 
     weights = {
         name: whole([tensor], tensor.shape)

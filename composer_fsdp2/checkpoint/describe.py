@@ -16,7 +16,7 @@ from composer_fsdp2.checkpoint.contents import TensorEntry, deepspeed_folder, fi
 from composer_fsdp2.checkpoint.deepspeed import DeepSpeedCheckpoint, open_any_checkpoint
 from composer_fsdp2.checkpoint.metadata import MESH, METADATA
 from composer_fsdp2.checkpoint.pickles import open_archive
-from composer_fsdp2.checkpoint.source import Checkpoint, FileCheckpoint, FolderCheckpoint, Way
+from composer_fsdp2.checkpoint.source import Checkpoint, FileCheckpoint, FolderCheckpoint, KeyPath
 from composer_fsdp2.config.messages import shortened
 from composer_fsdp2.errors import CheckpointError
 
@@ -61,7 +61,7 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         CheckpointError: there is nothing.
     """
     files = files_of(path)
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "path": str(path),
         "kind": None,
         **dict.fromkeys(("world_size", "mesh")),
@@ -85,79 +85,85 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         if not path.exists():
             raise
         if (path / METADATA).is_file():
-            found["kind"] = "sharded"
+            description["kind"] = "sharded"
         elif deepspeed_folder(path) is not None:
-            found["kind"] = "deepspeed"
+            description["kind"] = "deepspeed"
         elif path.is_file():
-            found["kind"] = "full"
-        found["problems"].append(str(error))
-        return found
-    found["kind"] = source.kind
-    found["problems"] += source.problems.values()
-    found["remarks"] += source.remarks
-    _describe_state(source, found)
+            description["kind"] = "full"
+        description["problems"].append(str(error))
+        return description
+    description["kind"] = source.kind
+    description["problems"] += source.problems.values()
+    description["remarks"] += source.remarks
+    _describe_state(source, description)
     if isinstance(source, DeepSpeedCheckpoint):
-        found["world_size"] = source.world_size
+        description["world_size"] = source.world_size
     ties = find_ties(source)
-    found |= {"tensors": len(source.tensors), "objects": len(source.objects), "ties": ties}
+    description |= {"tensors": len(source.tensors), "objects": len(source.objects), "ties": ties}
     again = {key for group in ties for key in group[1:]}
-    model, dtypes, pieces = source.under(*MODEL), found["dtypes"], found["pieces"]
+    model, dtypes, pieces = source.under(*MODEL), description["dtypes"], description["pieces"]
     for key, entry in source.tensors.items():
         if key in model:
             elements = entry.size_bytes // entry.dtype.itemsize
             name = str(entry.dtype).removeprefix("torch.")
             dtypes[name] = dtypes.get(name, 0) + elements
-            found["parameters"] += 0 if key in again else elements
+            description["parameters"] += 0 if key in again else elements
         if isinstance(source, FolderCheckpoint) and entry.shape and key not in source.problems:
             starts = [index.offset or () for index in source.indices(key)]
             dims = [n for n, at in enumerate(zip(*starts, strict=False)) if len({*at}) > 1]
             cut = f"dim {' and '.join(map(str, dims))}" if dims else "whole"
             pieces[cut] = pieces.get(cut, 0) + 1
-    return found
+    return description
 
 
-def _is_of_group(way: Way) -> bool:
-    return way[:2] == OPTIMIZERS and way[3:4] == ("param_groups",) and len(way) == 6
+def _is_of_group(key_path: KeyPath) -> bool:
+    return key_path[:2] == OPTIMIZERS and key_path[3:4] == ("param_groups",) and len(key_path) == 6
 
 
-def _small_values(source: Checkpoint, problems: list[str]) -> dict[Way, Any]:
+def _small_values(source: Checkpoint, problems: list[str]) -> dict[KeyPath, Any]:
     """Reads the values that a description shows; one that cannot be read becomes a problem."""
-    values: dict[Way, Any] = {}
-    for key, way in source.paths.items():
-        if not (_is_of_group(way) or way[:3] == _TIMESTAMP or way in _SCALARS.values()):
+    values: dict[KeyPath, Any] = {}
+    for key, key_path in source.paths.items():
+        if not (
+            _is_of_group(key_path) or key_path[:3] == _TIMESTAMP or key_path in _SCALARS.values()
+        ):
             continue
         try:
             if key in source.objects:
-                values[way] = source.object(key)
+                values[key_path] = source.object(key)
             elif not source.tensors[key].shape:
-                values[way] = source.tensor(key).item()
+                values[key_path] = source.tensor(key).item()
         except CheckpointError as error:
             # A file that is missing is a problem already, and not one for each of its values.
             problems += [] if source.problems else [str(error)]
     return values
 
 
-def _describe_state(source: Checkpoint, found: dict[str, Any]) -> None:
+def _describe_state(source: Checkpoint, description: dict[str, Any]) -> None:
     """Adds the run that saved, its progress, and the groups of its optimizers."""
-    values = _small_values(source, found["problems"])
-    for name, way in _SCALARS.items():
-        if (value := values.get(way)) is not None:
-            found[name] = value if isinstance(value, int) else str(value)
-    if found["world_size"] is None:
-        found["world_size"] = len({way[0] for way in source.under("rng").values()}) or None
+    values = _small_values(source, description["problems"])
+    for name, key_path in _SCALARS.items():
+        if (value := values.get(key_path)) is not None:
+            description[name] = value if isinstance(value, int) else str(value)
+    if description["world_size"] is None:
+        description["world_size"] = (
+            len({key_path[0] for key_path in source.under("rng").values()}) or None
+        )
     for unit in _TIMES:
         with suppress(LookupError, TypeError, ValueError, OverflowError):  # damaged, or not there
-            found["progress"][unit] = int(values[(*_TIMESTAMP, unit)])
-    found["optimizers"] = {str(way[0]): [] for way in source.under(*OPTIMIZERS).values() if way}
+            description["progress"][unit] = int(values[(*_TIMESTAMP, unit)])
+    description["optimizers"] = {
+        str(key_path[0]): [] for key_path in source.under(*OPTIMIZERS).values() if key_path
+    }
     groups: dict[tuple[str, int], dict[str, Any]] = {}
     # The metadata names groups whose values are in a file that is missing.
-    for way in filter(_is_of_group, source.paths.values()):
-        if str(way[4]).isdecimal():
-            group = groups.setdefault((str(way[2]), int(way[4])), {})
-            group |= {str(way[5]): values[way]} if way in values else {}
+    for key_path in filter(_is_of_group, source.paths.values()):
+        if str(key_path[4]).isdecimal():
+            group = groups.setdefault((str(key_path[2]), int(key_path[4])), {})
+            group |= {str(key_path[5]): values[key_path]} if key_path in values else {}
     for (optimizer, _), group in sorted(groups.items(), key=lambda item: item[0]):
         names = len(group.pop("params") or ()) if "params" in group else None
-        found["optimizers"][optimizer].append({"hyperparameters": group, "names": names})
+        description["optimizers"][optimizer].append({"hyperparameters": group, "names": names})
 
 
 def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:
@@ -169,10 +175,12 @@ def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:
     """
     if isinstance(source, DeepSpeedCheckpoint):  # whose files say it
         return source.ties
-    model = {key: way for key, way in source.under(*MODEL).items() if key in source.tensors}
-    ways = source.under(*OPTIMIZERS).values()
-    names = {way[2] for way in ways if len(way) == 4 and way[1] == "state"}
-    trained = {key for key, way in model.items() if way and way[0] in names}
+    model = {
+        key: key_path for key, key_path in source.under(*MODEL).items() if key in source.tensors
+    }
+    key_paths = source.under(*OPTIMIZERS).values()
+    names = {key_path[2] for key_path in key_paths if len(key_path) == 4 and key_path[1] == "state"}
+    trained = {key for key, key_path in model.items() if key_path and key_path[0] in names}
     matrices = {key: source.tensors[key] for key in model if len(source.tensors[key].shape) >= 2}
     ties: list[tuple[str, ...]] = []
     for group in _grouped((key, entry) for key, entry in matrices.items() if entry.size_bytes):
@@ -188,13 +196,13 @@ def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:
             for first, *others in ties
         ]
     ties = [tie for tie in ties if len(tie) > 1 and len(trained.intersection(tie)) <= 1]
-    known = {key for tie in ties for key in tie}
-    places = {
+    tied_keys = {key for tie in ties for key in tie}
+    storage_of = {
         key: (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         for key, tensor in tensors.items()
         if tensor.numel()
     }
-    ties += [tie for tie in _grouped(places.items()) if not known.issuperset(tie)]
+    ties += [tie for tie in _grouped(storage_of.items()) if not tied_keys.issuperset(tie)]
     order = list(model)
     return tuple(sorted(ties, key=lambda tie: order.index(tie[0])))
 
@@ -215,16 +223,16 @@ def _content(source: Checkpoint, key: str) -> Any:
     if not isinstance(source, FolderCheckpoint):
         row = source.tensor(key).detach()[0].reshape(-1)[:_SAMPLE]
         return bytes(row.contiguous().view(torch.uint8).numpy())
-    found: list[Any] = []
+    checksums: list[Any] = []
     try:
         for index in source.indices(key):
             end = source.read(index, _DIRECTORY_BYTES)
             with open_archive(end, source.where(index)) as archive:
                 crcs = [item.CRC for item in archive.infolist() if "/data/" in item.filename]
-            found.append((index.offset, *crcs))
+            checksums.append((index.offset, *crcs))
     except CheckpointError:
         return None  # its file is missing, which is reported elsewhere
-    return tuple(sorted(found)) if any(any(crcs) for _, *crcs in found) else None
+    return tuple(sorted(checksums)) if any(any(crcs) for _, *crcs in checksums) else None
 
 
 # --- Every byte. ---
@@ -245,16 +253,16 @@ def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> dict
     Raises:
         CheckpointError: there is nothing.
     """
-    found = {"path": str(path), "kind": None, "size_bytes": 0, "parts": 0}
+    description = {"path": str(path), "kind": None, "size_bytes": 0, "parts": 0}
     try:
         source = open_any_checkpoint(path, incomplete=True)
     except CheckpointError as error:
         if not path.exists():
             raise
-        return {**found, "problems": [str(error)]}
+        return {**description, "problems": [str(error)]}
     problems = list(source.problems.values())
     total = sum(files_of(path).values())
-    found |= {"kind": source.kind, "size_bytes": total, "parts": len(source.paths)}
+    description |= {"kind": source.kind, "size_bytes": total, "parts": len(source.paths)}
     for part in source.parts():
         size_bytes = 0
         try:
@@ -267,7 +275,7 @@ def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> dict
             vet_algorithms_of(source)
         except CheckpointError as error:
             problems.append(str(error))
-    return {**found, "problems": problems}
+    return {**description, "problems": problems}
 
 
 # --- Two checkpoints. ---
@@ -331,7 +339,7 @@ def compare_checkpoints(
                 if apart is not None:
                     values[key] = apart if math.isfinite(apart) else str(apart)
         advance(sizes.get(key, 0), total)
-    found = {
+    differences = {
         "only_in_first": [key for key in keys[0] if key not in keys[1]],
         "only_in_second": [key for key in keys[1] if key not in keys[0]],
         "layouts": layouts,
@@ -339,8 +347,8 @@ def compare_checkpoints(
         "objects": objects,
     }
     return {
-        "equal": not any(found.values()),
-        **found,
+        "equal": not any(differences.values()),
+        **differences,
         "equal_tensors": tensors - len(layouts) - len(values),
         "equal_objects": len(both) - tensors - len(objects),
     }

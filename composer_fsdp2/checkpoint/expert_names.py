@@ -30,7 +30,7 @@ from composer_fsdp2.checkpoint.convert import nest
 from composer_fsdp2.checkpoint.load import load_sharded
 from composer_fsdp2.checkpoint.pretrained import BLOCKS, expert_matrices
 from composer_fsdp2.checkpoint.ranges import View
-from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way, flatten
+from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, KeyPath, flatten
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["ExpertNames", "RenamedFolder"]
@@ -95,7 +95,7 @@ class ExpertNames:
 
         Args:
             values: dictionaries, lists of FQNs, and anything else.
-            where: way to them, for the error.
+            where: path of keys to them, for the error.
 
         Raises:
             CheckpointError: see [Note: values of all experts].
@@ -117,9 +117,9 @@ class ExpertNames:
                 joined[fqn] = _joined(parts, source, f"{where}/{fqn}")
         return joined
 
-    def keys(self, saved: Checkpoint) -> Iterator[tuple[Way, _SavedParts, list[str | None]]]:
-        """Yields the way to each value in the model's form, and keys that it is made of."""
-        keys: defaultdict[str, dict[tuple[Way, Way], str]] = defaultdict(dict)
+    def keys(self, saved: Checkpoint) -> Iterator[tuple[KeyPath, _SavedParts, list[str | None]]]:
+        """Yields the key path of each value in the model's form, and keys that it is made of."""
+        keys: defaultdict[str, dict[tuple[KeyPath, KeyPath], str]] = defaultdict(dict)
         for key, path in saved.paths.items():
             at = next((i for i, part in enumerate(path) if part in self.fqns), None)
             if at is None:

@@ -82,9 +82,9 @@ def write_huggingface(
     """
     config = source.config if config is None else config
     values = nest(
-        (way, source.tensor(key) if key in source.tensors else source.object(key))
-        for key, way in source.under(*_STORED).items()
-        if way
+        (key_path, source.tensor(key) if key in source.tensors else source.object(key))
+        for key, key_path in source.under(*_STORED).items()
+        if key_path
     )
     if "peft_config" in values.get("model", {}):
         return _write_adapters(source, destination, advance, values, dtype, config)
@@ -221,12 +221,14 @@ def _adapter_names(
         "all": [name for name in names if "bias" in name],
         "lora_only": [name for name in names if name in beside],
     }
-    found = {_for_peft(name): name for name in (*adapted, *biases[bias])}
-    found |= {_for_peft(name.replace(_WHOLE, ".")): name for name in names if _WHOLE in name}
+    names_by_peft = {_for_peft(name): name for name in (*adapted, *biases[bias])}
+    names_by_peft |= {
+        _for_peft(name.replace(_WHOLE, ".")): name for name in names if _WHOLE in name
+    }
     # PEFT writes an embedding whole beside its adapter.
     targets = [each for each in _EMBEDDINGS if each in (config.get("target_modules") or ())]
     modules = tuple(f"{each}.base_layer." for each in targets)
-    found |= {name: name for name in names if any(module in name for module in modules)}
+    names_by_peft |= {name: name for name in names if any(module in name for module in modules)}
     if resized and not targets:
         if not embeddings:
             raise CheckpointError(
@@ -235,14 +237,14 @@ def _adapter_names(
                 "again. Train with should_save_peft_only: false, or load it with the Trainer and "
                 "call save_pretrained."
             )
-        whole = tuple(name.removesuffix("weight") for name in embeddings)
-        found |= {name: name for name in names if name.startswith(whole)}
-    if not found:
+        module_prefixes = tuple(name.removesuffix("weight") for name in embeddings)
+        names_by_peft |= {name: name for name in names if name.startswith(module_prefixes)}
+    if not names_by_peft:
         raise CheckpointError(
             f"'{path}' has the configuration of adapters, and no weights of them. There is nothing "
             "to convert. Give a checkpoint of the run that trained them."
         )
-    return found
+    return names_by_peft
 
 
 def _for_peft(name: str) -> str:
@@ -337,10 +339,10 @@ def _with_templates(content: Any) -> Any:
         return [_with_templates(item) for item in content]
     if not isinstance(content, Mapping):
         return content
-    found = {key: _with_templates(item) for key, item in content.items()}
-    if found.get("type") == "TemplateProcessing":
-        found.setdefault("special_tokens", {})
-    return found
+    completed = {key: _with_templates(item) for key, item in content.items()}
+    if completed.get("type") == "TemplateProcessing":
+        completed.setdefault("special_tokens", {})
+    return completed
 
 
 def _given(path: Path) -> _Beside:
@@ -399,8 +401,8 @@ def _check_dtypes(source: Checkpoint, names: Mapping[str, str]) -> None:
 def _names(source: Checkpoint, again: set[str]) -> dict[str, str]:
     """Returns name for Hugging Face -> key, in the order of the model, without the keys `again`."""
     names: dict[str, str] = {}
-    for key, way in source.under(*MODEL).items():
-        name = ".".join(map(str, way))
+    for key, key_path in source.under(*MODEL).items():
+        name = ".".join(map(str, key_path))
         if key not in source.tensors or key in again:
             continue
         if not name.startswith(_PREFIX):
@@ -427,8 +429,8 @@ def _second_names(source: Checkpoint, config: Mapping[str, Any]) -> set[str]:
     for first, *others in find_ties(source):
         shape = source.tensors[first].shape
         if len(shape) == 2 and shape[0] in vocabularies:
-            whole = source.tensor(first)
-            again.update(key for key in others if torch.equal(whole, source.tensor(key)))
+            tensor = source.tensor(first)
+            again.update(key for key in others if torch.equal(tensor, source.tensor(key)))
     return again
 
 

@@ -70,7 +70,7 @@ def check_fit(
         target: key -> value of the run, flattened, without the keys that are not to be loaded.
         strict: whether the model's names must be the same. If not, differences of its names are
             returned; differences of shape never are.
-        ignored: globs over ways joined by `/`, of what the user does not want from the checkpoint.
+        ignored: globs over key paths joined by `/`, of values to leave out.
 
     Returns:
         Keys that keep the value of the run, because nothing is lost by that.

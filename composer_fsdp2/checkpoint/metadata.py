@@ -273,8 +273,8 @@ def check_places(metadata: Metadata, folder: Path) -> None:
 
 def is_inside(name: str) -> bool:
     """Returns whether a relative path stays below the folder it is in."""
-    place = PurePosixPath(name)
-    return bool(place.parts) and not place.is_absolute() and ".." not in place.parts
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def covers_exactly(shape: Sequence[int], boxes: Iterable[Box]) -> bool:

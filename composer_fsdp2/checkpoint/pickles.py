@@ -104,8 +104,8 @@ _AS_WRITTEN = {"__builtin__": "builtins", "commands": "subprocess", "nt": "os", 
 
 def trusts(path: Path) -> bool:
     """Returns whether the user has named this checkpoint, or a folder it is in, as trusted."""
-    given = os.environ.get(TRUST_VARIABLE, "")
-    trusted = [Path(item).resolve() for item in given.split(os.pathsep) if item]
+    folders = os.environ.get(TRUST_VARIABLE, "")
+    trusted = [Path(item).resolve() for item in folders.split(os.pathsep) if item]
     resolved = path.resolve()
     return any(resolved == item or item in resolved.parents for item in trusted)
 
@@ -125,8 +125,8 @@ class _DataUnpickler(pickle.Unpickler):
         # A dtype is pickled as its name in the module torch.
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         safe = [kind for kind in _safe_types() if isinstance(kind, type)]
-        known = {(kind.__module__, kind.__qualname__) for kind in safe} | _PLAIN
-        if is_dtype or (module, name) in known:
+        allowed = {(kind.__module__, kind.__qualname__) for kind in safe} | _PLAIN
+        if is_dtype or (module, name) in allowed:
             return super().find_class(module, name)
         # A tensor in a plain pickle holds what `torch.save` wrote of its storage, and torch's own
         # function loads that with `weights_only=False`.
@@ -189,13 +189,13 @@ def load_object(
     """
     # torch maps a path only, and only a zip archive; older files are none.
     mapped = isinstance(file, Path) and zipfile.is_zipfile(file)
-    known: list[Any] = []
+    globals_: list[Any] = []
     try:
         if foreign is not None and mapped:
             asked = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
-            known = [(Placeholder, name) for name in asked if name.startswith(f"{foreign}.")]
-            known.append((_member, "builtins.getattr"))
-        with torch.serialization.safe_globals(known):
+            globals_ = [(Placeholder, name) for name in asked if name.startswith(f"{foreign}.")]
+            globals_.append((_member, "builtins.getattr"))
+        with torch.serialization.safe_globals(globals_):
             return _load(file, map_location="cpu", mmap=mapped, weights_only=not trusted)
     except pickle.UnpicklingError as error:
         raise _refused_or_damaged(file, where, error) from None
@@ -301,8 +301,8 @@ def damaged_bytes(where: str, member: str) -> CheckpointError:
 def _refused_or_damaged(file: Path | BinaryIO, where: str, error: BaseException) -> CheckpointError:
     """Returns the error for what torch's unpickler did not read."""
     text = " ".join(str(error).split())
-    found = _REFUSED_BY_TORCH.search(text)
-    name = found[1].rstrip(".,") if found else ""
+    match = _REFUSED_BY_TORCH.search(text)
+    name = match[1].rstrip(".,") if match else ""
     # torch does not know newer protocols, and stops before it comes to the name.
     if not name and ("Unsupported operand" in text or "protocol" in text):
         with contextlib.suppress(Exception):  # it is damaged as well

@@ -189,10 +189,10 @@ def read_ranges(
             file.seek(start + begin)
             if file.readinto(part) != end - begin:
                 return None
-            found = zlib.crc32(part)
-            checksum = _shifted(found, storage.file_size - end)
+            crc = zlib.crc32(part)
+            checksum = _shifted(crc, storage.file_size - end)
             checksum ^= storage.CRC if begin == 0 else 0
-            ranges.append(PieceRange(storage.file_size, begin, end, checksum, found))
+            ranges.append(PieceRange(storage.file_size, begin, end, checksum, crc))
     except Exception:  # a damaged archive raises anything at all
         return None
     return tensor, ranges
@@ -245,11 +245,11 @@ def gather_suspects(ranges: Sequence[tuple[int, int, PieceRange]]) -> set[tuple[
     first = dist.get_rank() == 0
     received: list[Any] | None = [None] * dist.get_world_size() if first else None
     dist.gather_object(sent, received)
-    found: set[tuple[int, int]] = set()
+    suspects: set[tuple[int, int]] = set()
     if received is not None:
         tables = [np.frombuffer(zlib.decompress(part), dtype=np.int64) for part in received]
-        found = _suspects(np.concatenate([part.reshape(6, -1) for part in tables], axis=1).T)
-    return of_rank0(found)
+        suspects = _suspects(np.concatenate([part.reshape(6, -1) for part in tables], axis=1).T)
+    return of_rank0(suspects)
 
 
 def _suspects(table: np.ndarray[Any, Any]) -> set[tuple[int, int]]:

@@ -102,28 +102,28 @@ class ShardSavePlanner(DefaultSavePlanner):
             groups[local.outline].append(rank)
         ranks_of, paths = list(groups.values()), dict[str, Any]()
         properties_of: dict[str, Any] = {}
-        places: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        rows_by_fqn: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
         for group, outline in enumerate(groups):
             rows, own_paths = pickle.loads(zlib.decompress(outline))
             paths = own_paths | paths
             for position, (fqn, properties, number) in enumerate(rows):
                 properties_of.setdefault(fqn, properties)
-                places[fqn].append((group, number, position))
+                rows_by_fqn[fqn].append((group, number, position))
         layouts: dict[tuple[tuple[int, int], ...], _WrittenPieces] = {}
         surplus: list[list[int]] = [[] for _ in local_plans]
         described: dict[str, Any] = {}
-        for fqn, found in places.items():
-            key = tuple((group, number) for group, number, _ in found)
+        for fqn, group_rows in rows_by_fqn.items():
+            key = tuple((group, number) for group, number, _ in group_rows)
             if key not in layouts:
                 pieces = sorted(
-                    (rank, place, local_plans[rank].pieces[number])
-                    for place, (group, number) in enumerate(key)
+                    (rank, index, local_plans[rank].pieces[number])
+                    for index, (group, number) in enumerate(key)
                     for rank in ranks_of[group]
                 )
                 layouts[key] = _lay_out(fqn, pieces)
             layout = layouts[key]
-            for rank, place in layout.surplus:
-                surplus[rank].append(found[place][2])
+            for rank, index in layout.surplus:
+                surplus[rank].append(group_rows[index][2])
             described[fqn] = (
                 BytesStorageMetadata()
                 if layout.size is None
@@ -131,7 +131,9 @@ class ShardSavePlanner(DefaultSavePlanner):
                     properties_of[fqn], torch.Size(layout.size), layout.chunks
                 )
             )
-        return [SavePlan([], planner_data=own) for own in surplus], Metadata(described, paths)
+        return [SavePlan([], planner_data=dropped) for dropped in surplus], Metadata(
+            described, paths
+        )
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Returns the plan with the items that this rank writes. Collective: no."""
@@ -152,10 +154,10 @@ def _lay_out(fqn: str, pieces: list[tuple[int, int, Piece]]) -> _WrittenPieces:
     writers: dict[Numbers | None, int] = {}
     boxes: list[tuple[Numbers, Numbers]] = []
     surplus: list[tuple[int, int]] = []
-    for rank, place, piece in pieces:
+    for rank, index, piece in pieces:
         # torch tells pieces apart by their offsets, too.
         if writers.setdefault(None if piece is None else piece[1], rank) != rank:
-            surplus.append((rank, place))
+            surplus.append((rank, index))
         elif piece is not None:
             boxes.append(piece[1:])
     mixed = None in writers and len(writers) > 1

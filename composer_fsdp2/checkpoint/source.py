@@ -1,6 +1,6 @@
 """Opens a checkpoint of any kind under one interface: names, shapes and values by key.
 
-Keys are those of torch.distributed.checkpoint: the way to a value through nested dictionaries and
+Keys are those of torch.distributed.checkpoint: the path to a value through nested dictionaries and
 lists, joined by dots, such as `state.model.lm_head.weight`. They are the same for a folder of
 shards and for one file.
 """
@@ -63,14 +63,14 @@ __all__ = [
     "Checkpoint",
     "FileCheckpoint",
     "FolderCheckpoint",
-    "Way",
+    "KeyPath",
     "flatten",
     "open_checkpoint",
     "open_on_all_ranks",
 ]
 
-Way = tuple[str | int, ...]
-"""the way to a value, before its parts are joined by dots"""
+KeyPath = tuple[str | int, ...]
+"""keys that lead to a value through nested dictionaries and lists, from the outside in"""
 
 
 class Checkpoint(ABC):
@@ -80,7 +80,7 @@ class Checkpoint(ABC):
         path: the folder or file.
         tensors: key -> shape and dtype, in the order of the file.
         objects: keys of all other values.
-        paths: key -> the way to its value.
+        paths: key -> the key path of its value.
         problems: file or key -> its damage, as far as it is known without reading values; empty
             unless opened although `incomplete`.
         config: a folder with a `config.json` and a tokenizer, where they are not in the checkpoint.
@@ -94,7 +94,7 @@ class Checkpoint(ABC):
     problems: Mapping[str, str] = MappingProxyType({})
     tensors: Mapping[str, TensorEntry]
     objects: Collection[str]
-    paths: Mapping[str, Way]
+    paths: Mapping[str, KeyPath]
 
     @abstractmethod
     def tensor(self, key: str) -> torch.Tensor:
@@ -137,10 +137,10 @@ class Checkpoint(ABC):
         for part in self.parts()[first::step]:
             self.check_part(part)
 
-    def under(self, *start: str | int) -> dict[str, Way]:
-        """Returns keys whose way begins with `start`, and the rest of their way."""
+    def under(self, *start: str | int) -> dict[str, KeyPath]:
+        """Returns keys whose key path begins with `start`, and the rest of it."""
         n = len(start)
-        return {key: way[n:] for key, way in self.paths.items() if way[:n] == start}
+        return {key: key_path[n:] for key, key_path in self.paths.items() if key_path[:n] == start}
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, incomplete: bool = False) -> Checkpoint:
@@ -206,9 +206,9 @@ class FolderCheckpoint(Checkpoint):
         entries = metadata.state_dict_metadata
         self.tensors = tensor_entries(metadata)
         self.objects = {key: None for key in entries if key not in self.tensors}.keys()
-        # Only a planner that flattens writes the ways to its values.
-        ways = metadata.planner_data or {}
-        self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
+        # Only a planner that flattens writes the key paths of its values.
+        key_paths = metadata.planner_data or {}
+        self.paths = {key: tuple(key_paths.get(key, (key,))) for key in entries}
         self._sizes: dict[int, dict[Any, torch.Size]] = {}
         self._ranges: dict[MetadataIndex, list[PieceRange]] = {}
 
@@ -295,22 +295,22 @@ class FolderCheckpoint(Checkpoint):
         """
         if index.fqn in self.problems:
             raise self._incomplete()
-        found = self._part(index, views) if views else None
-        if found is None:
+        value = self._part(index, views) if views else None
+        if value is None:
             file = self.checked(index) if file is None else file
-            found = load_object(file, self.where(index), trusted=trusts(self.path))
+            value = load_object(file, self.where(index), trusted=trusts(self.path))
         if index.fqn in self.tensors:
             shape = tuple(self.sizes(index))
             promised = f"a {self.tensors[index.fqn].dtype} of shape {shape}"
-            held = f"a {type(found).__name__}"
-            if isinstance(found, torch.Tensor):
-                held = f"a {found.dtype} of shape {tuple(found.shape)}"
-            if held != promised:
+            actual = f"a {type(value).__name__}"
+            if isinstance(value, torch.Tensor):
+                actual = f"a {value.dtype} of shape {tuple(value.shape)}"
+            if actual != promised:
                 raise CheckpointError(
-                    f"{self.where(index)} is {held}, where the metadata promises {promised}. Its "
+                    f"{self.where(index)} is {actual}, where the metadata promises {promised}. Its "
                     "file belongs to another checkpoint. Take another copy."
                 )
-        return found
+        return value
 
     def _part(self, index: MetadataIndex, views: Sequence[View]) -> Any:
         """Returns a piece with the values of views alone, `None` if all have to be read."""
@@ -337,14 +337,14 @@ class FolderCheckpoint(Checkpoint):
         read, self._ranges = self._ranges, {}
         infos = {index: self.metadata.storage_data[index] for index in read}
         numbers = {name: number for number, name in enumerate(self.files)}
-        places = {i: (numbers[info.relative_path], info.offset) for i, info in infos.items()}
-        ranges = [(*places[index], part) for index, parts in read.items() for part in parts]
+        locations = {i: (numbers[info.relative_path], info.offset) for i, info in infos.items()}
+        ranges = [(*locations[index], part) for index, parts in read.items() for part in parts]
         suspects = gather_suspects(ranges)
         if not suspects:
             return
 
         def read_whole() -> None:
-            for index in (index for index in read if places[index] in suspects):
+            for index in (index for index in read if locations[index] in suspects):
                 values = self.piece(index)
                 for part in read[index]:
                     if not part.is_of(values):
@@ -359,12 +359,12 @@ class FolderCheckpoint(Checkpoint):
         pieces = [index for index in self.indices(key) if math.prod(self.sizes(index))]
         if len(pieces) == 1:
             return self.piece(pieces[0])
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        full = torch.empty(entry.shape, dtype=entry.dtype)
         for index in pieces:
             box = zip(index.offset or (), self.sizes(index), strict=True)
-            place = tuple(slice(start, start + size) for start, size in box)
-            whole[place].copy_(self.piece(index))
-        return whole
+            box_slices = tuple(slice(start, start + size) for start, size in box)
+            full[box_slices].copy_(self.piece(index))
+        return full
 
     def object(self, key: str) -> Any:
         """Returns a value that is no tensor, its checksum compared."""
@@ -388,13 +388,13 @@ class FolderCheckpoint(Checkpoint):
         first, step = share
         for name, size in list(self.files.items())[first::step]:
             try:
-                found = (self.path / name).stat()
+                status = (self.path / name).stat()
             except (OSError, ValueError):
-                found = None
-            if found is None or not stat.S_ISREG(found.st_mode):
+                status = None
+            if status is None or not stat.S_ISREG(status.st_mode):
                 yield name, f"'{name}' is missing"
-            elif found.st_size < size:
-                yield name, f"'{name}' has {found.st_size} of {size} bytes"
+            elif status.st_size < size:
+                yield name, f"'{name}' has {status.st_size} of {size} bytes"
 
     def _incomplete(self) -> CheckpointError:
         shown = listed(list(self.problems.values()), 20, "")
@@ -484,17 +484,17 @@ class FileCheckpoint(Checkpoint):
         return 0 if archive is None else check_member(archive, part, str(self.path))
 
 
-def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Way]]:
-    """Returns values and ways by key, with the keys torch.distributed.checkpoint would give them.
+def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Returns values and key paths by the keys that torch.distributed.checkpoint gives them.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/_nested_dict.py#L27
     """
     check_private_members(["checkpoints"])
     try:
-        flat, ways = flatten_state_dict(dict(values))
+        flat, key_paths = flatten_state_dict(dict(values))
     except ValueError as error:
         raise CheckpointError(
             f"Two values have the same key: {error}. Only one of them could be kept. Rename one in "
             "the state that was saved."
         ) from None
-    return flat, {key: tuple(way) for key, way in ways.items()}
+    return flat, {key: tuple(key_path) for key, key_path in key_paths.items()}

@@ -82,6 +82,7 @@ def register() -> None:
     torch._register_device_module(NAME, _module())
     torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)  # pyright: ignore
     _register_fsdp_operators()
+    _kernels.impl("histc", _histc, "PrivateUse1")
 
 
 _device: Any = None
@@ -143,6 +144,18 @@ def _register_fsdp_operators() -> None:
         for_cuda = getattr(own, f"{name}_cuda", None) or getattr(own, name)
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fsdp::{name}", "PrivateUse1"):
             own.lib.impl(name, for_cuda, "PrivateUse1")
+
+
+_kernels = torch.library.Library("aten", "IMPL")
+
+
+def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Counts integers too, as a GPU does: the CPU's kernel, which the device has else, does not."""
+    inside = (values >= min) & (values <= max)
+    index = ((values - min) * bins / (max - min)).long().clamp(0, bins - 1)
+    return torch.zeros(bins, dtype=values.dtype, device=values.device).scatter_add_(
+        0, index, inside.to(values.dtype)
+    )
 
 
 def held() -> int:

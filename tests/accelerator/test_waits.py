@@ -130,7 +130,7 @@ def test_a_divided_sequence_waits_no_more_often_for_more_layers(method: str):
                 model(**on, position_ids=torch.arange(8, device=NAME).expand(4, 8)).loss.backward()
         found.append(waits)
     assert found[0] == found[1]
-    assert 0 < sum(times for place, times in found[0].items() if "sequence" in place) <= 3
+    assert 0 < sum(times for place, times in found[0].items() if "parallel.sequence" in place) <= 3
 
 
 @pytest.mark.world_size(2, backend=BACKEND)

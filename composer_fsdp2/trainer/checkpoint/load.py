@@ -315,8 +315,8 @@ class _ShardedLoad(_Load):
         state = target["state"]
         theirs = [keys[0] for keys in saved.under("state", "scaler").values() if keys]
         _rename_scaler(state, str(theirs[0]) if theirs else self.scaler)
-        ways = list(saved.under("state", "algorithms").values())
-        spread = bool(ways) and () not in ways and "algorithms" in state
+        key_paths = list(saved.under("state", "algorithms").values())
+        spread = bool(key_paths) and () not in key_paths and "algorithms" in state
         if spread:  # as `saving` does with those that hold shards
             state["algorithms"] = dict(state["algorithms"])
         if "rng" in target:
@@ -338,7 +338,9 @@ class _ShardedLoad(_Load):
             target = Staging().copy(target)
         load_sharded(target, reader, None if config is None else config.load_planner)
         # Whether the model is averages; see [Note: EMA in checkpoints].
-        active: dict[Any, Any] = {keys[0]: {ACTIVE: None} for keys in ways if keys[1:] == (ACTIVE,)}
+        active: dict[Any, Any] = {
+            keys[0]: {ACTIVE: None} for keys in key_paths if keys[1:] == (ACTIVE,)
+        }
         if active:
             load_sharded({"state": {"algorithms": active}}, reader)
         self.averages = holds_averages(active)
@@ -390,12 +392,12 @@ class _ShardedLoad(_Load):
 
 def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[dict[str, Any]]:
     """Reads the parameter groups of an optimizer, with names. Collective: yes."""
-    ways = saved.under("state", "optimizers", name, "param_groups")
-    if () in ways.values():  # one object, as before torch 2.4
+    key_paths = saved.under("state", "optimizers", name, "param_groups")
+    if () in key_paths.values():  # one object, as before torch 2.4
         groups: list[dict[str, Any]] = []
     else:
-        groups = [{"params": []} for _ in {keys[0] for keys in ways.values()}]
-        for number, setting in (keys for keys in ways.values() if keys[1] in STATE_SETTINGS):
+        groups = [{"params": []} for _ in {keys[0] for keys in key_paths.values()}]
+        for number, setting in (keys for keys in key_paths.values() if keys[1] in STATE_SETTINGS):
             groups[int(number)][str(setting)] = None
     # For a value that is no tensor, torch puts what was saved in the place of what is there.
     target = {"state": {"optimizers": {name: {"param_groups": groups}}}}

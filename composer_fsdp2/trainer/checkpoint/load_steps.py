@@ -73,10 +73,10 @@ def remove_keys(values: StateDict, keys: Sequence[str]) -> None:
 
     What has none left goes too: it is for its owner to keep what it has, not to load nothing.
     """
-    _, ways = flatten(values)
+    _, key_paths = flatten(values)
     for key in keys:
-        if key in ways:
-            _remove(values, ways[key])
+        if key in key_paths:
+            _remove(values, key_paths[key])
 
 
 def _remove(holder: Any, keys: Sequence[str | int]) -> None:
