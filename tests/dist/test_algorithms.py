@@ -32,6 +32,7 @@ from torchvision.transforms import ToPILImage, ToTensor
 from composer_fsdp2 import CheckpointError, ConfigError, Muon, installed, prepare_fully_shard
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.extensions.table import ALGORITHMS
+from tests.support.experts import STACKED
 from tests.support.extension_table import works
 from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
 from tests.support.parity import OPTIMIZERS, assert_same_gradients
@@ -219,6 +220,8 @@ def learned(trainer: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", CASES)
 def test_trains_like_without_sharding(name: str):
+    if name == "Alibi" and STACKED:
+        pytest.skip("transformers has no BERT that Composer's Alibi can change")
     make, samples, algorithm = CASES[name]
     with installed():
         alone = trained(make, samples(), INSTEAD.get(name, algorithm), sharded=False)

@@ -154,17 +154,18 @@ def cases() -> list[Any]:
 
     DeepSeek-V3, which calls no expert without a token, has two layouts that save.
     """
+    # Experts of transformers 5 are in one tensor, whose own tensor plan is refused.
+    names = [name for name, layout in LAYOUTS.items() if not (STACKED and "tp" in layout)]
     other = "EP 4" if STACKED else "TP 2 x EP 2"
     found: list[Any] = [
-        # Nothing is left for tensor parallelism where all experts are in one tensor.
         pytest.param("Mixtral", "FSDP 4", [other], "full", id="default"),
         pytest.param("Mixtral", "EP 2 x FSDP 2", ["FSDP 4"], "sharded", marks=pytest.mark.smoke),
         pytest.param("Mixtral", "FSDP 4", ["EP 4"], "full", marks=pytest.mark.smoke),
         pytest.param("DeepSeek-V3", "EP 2 in HSDP", ["FSDP 4", "EP 4"], "sharded"),
         pytest.param("DeepSeek-V3", "FSDP 4", ["EP 2 x FSDP 2"], "full"),
     ]
-    for name, kind in zip(LAYOUTS, itertools.cycle(("sharded", "full")), strict=False):
-        others = [other for other in LAYOUTS if "EP" in name + other]
+    for name, kind in zip(names, itertools.cycle(("sharded", "full")), strict=False):
+        others = [other for other in names if "EP" in name + other]
         found.append(pytest.param("Mixtral", name, others, kind, id=name))
     return found
 
