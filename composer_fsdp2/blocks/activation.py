@@ -82,8 +82,8 @@ class ActivationPlan:
 
     def __str__(self) -> str:
         recompute = "recompute all but products" if self.selective else "recompute"
-        ways = [w for w, on in ((recompute, self.recompute), ("offload", self.offload)) if on]
-        return f"activations ({' + '.join(ways)}): {', '.join(self.modules)}"
+        treatments = [w for w, on in ((recompute, self.recompute), ("offload", self.offload)) if on]
+        return f"activations ({' + '.join(treatments)}): {', '.join(self.modules)}"
 
 
 def plan_activation(

@@ -257,6 +257,6 @@ def nest(items: Iterable[tuple[KeyPath, Any]]) -> Any:
 
 def _contradiction(key_path: KeyPath) -> CheckpointError:
     return CheckpointError(
-        f"The values at '{'.'.join(map(str, key_path))}' cannot be put into one dictionary or list. "
-        "The names of this checkpoint contradict each other. Take another checkpoint."
+        f"The values at '{'.'.join(map(str, key_path))}' cannot be put into one dictionary or "
+        "list. The names of this checkpoint contradict each other. Take another checkpoint."
     )

@@ -67,15 +67,15 @@ def reported() -> Generator[None]:
             raise
         trace = "".join(traceback.format_exception(error))
         try:
-            handle, place = tempfile.mkstemp(prefix="composer-fsdp2-", suffix=".log", text=True)
+            handle, log_path = tempfile.mkstemp(prefix="composer-fsdp2-", suffix=".log", text=True)
             with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{' '.join(sys.argv)}\n{trace}")
         except OSError as failed:  # the text itself is shown then
-            place = f"no file ({failed.strerror}):\n{trace}"
+            log_path = f"no file ({failed.strerror}):\n{trace}"
         text = " ".join(str(error).split()) or "without a message"
         rank = f"Rank {os.environ['RANK']}: " if launch.under_launcher() else ""
         say(f"[bold red]{rank}{type(error).__name__}:[/] [red]{escape(text)}[/]")
-        say(f"This is no mistake that composer-fsdp2 knows. The traceback is in {escape(place)}")
+        say(f"This is no mistake that composer-fsdp2 knows. The traceback is in {escape(log_path)}")
         raise typer.Exit(ExitCode.FAILED) from None
 
 

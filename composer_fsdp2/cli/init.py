@@ -208,8 +208,8 @@ def quickstart(
     with reported():
         if written := write_quickstart(folder):
             say(f"Wrote {len(written)} files into {escape(str(folder / 'yamls'))}")
-        place = "" if folder == Path() else f"cd {escape(str(folder))} && "
-        say(f"Next: {place}composer-fsdp2 train yamls/quickstart.yaml")
+        change_folder = "" if folder == Path() else f"cd {escape(str(folder))} && "
+        say(f"Next: {change_folder}composer-fsdp2 train yamls/quickstart.yaml")
 
 
 def write_quickstart(folder: Path) -> list[Path]:

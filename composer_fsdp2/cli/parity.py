@@ -160,20 +160,20 @@ def _prepare(
 # --- The two runs. ---
 
 
-def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
+def _train(job: Job, folder: Path, ranks: int, steps: int) -> tuple[Step, ...]:
     """Trains a run in ranks of its own, with all their output in files."""
     from omegaconf import OmegaConf
 
     from composer_fsdp2.tools.parity import read_steps
     from composer_fsdp2.trainer.extensions.step_record import NAME
 
-    place.mkdir(exist_ok=True)
-    record = place / "steps.jsonl"
-    for file in (record, place / "memory.json"):
+    folder.mkdir(exist_ok=True)
+    record = folder / "steps.jsonl"
+    for file in (record, folder / "memory.json"):
         file.unlink(missing_ok=True)
     job.shorten(NAME, {"file": str(record.resolve()), "steps": steps})
-    OmegaConf.save(job.config, place / "run.yaml")
-    command = [*launch.own_program(), "train", str(place / "run.yaml")]
+    OmegaConf.save(job.config, folder / "run.yaml")
+    command = [*launch.own_program(), "train", str(folder / "run.yaml")]
     started, done = time.monotonic(), threading.Event()
     with progress(f"  {job.name}: {job.kind}", " steps") as show:
 
@@ -188,7 +188,7 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
         thread = threading.Thread(target=follow, name="parity", daemon=True)
         thread.start()
         try:
-            launch.launch_ranks(command, ranks, place / "logs", on_console=False)
+            launch.launch_ranks(command, ranks, folder / "logs", on_console=False)
         except launch.RankError:
             say(f"\n[bold red]The {job.name} run ({job.kind}) failed.[/]")
             raise

@@ -161,11 +161,11 @@ def _convert_strategy(
             f"{hint}"
         )
         return {}
-    reshard, copies = FSDP1_STRATEGIES[name]
+    reshard, replicas = FSDP1_STRATEGIES[name]
     converted: dict[str, Any] = {"reshard_after_forward": reshard}
     everywhere = -1 if world_size is None else world_size  # -1: what the run has
     shard, replicate = _DEGREES
-    if copies == "all":
+    if replicas == "all":
         degrees = {shard: 1, replicate: everywhere}
         fixed = {k: settings.get(k) for k in _DEGREES if settings.get(k) not in (None, -1)}
         if not fixed.items() <= degrees.items():
@@ -175,7 +175,7 @@ def _convert_strategy(
                 "choose FULL_SHARD or HYBRID_SHARD."
             )
         converted |= degrees
-    elif copies == "per node" and settings.get(replicate) is None:
+    elif replicas == "per node" and settings.get(replicate) is None:
         degree = settings.get(shard)
         if degree in (None, -1):
             converted[shard] = degree = local_world_size
@@ -195,14 +195,14 @@ def fsdp1_answer(key: str, value: Any) -> str | None:
         same = type(value) is type(harmless) and value == harmless
         cure = "at this value it says nothing. Take it out." if same else f"instead, {instead}."
     elif (name := value.upper() if isinstance(value, str) else "") in FSDP1_STRATEGIES:
-        reshard, copies = FSDP1_STRATEGIES[name]
+        reshard, replicas = FSDP1_STRATEGIES[name]
         shard, replicate = _DEGREES
         degrees = {
             "one": "",
             "per node": f", {shard}: the number of GPUs of a node, and {replicate}: -1",
             "all": f", {shard}: 1, and {replicate}: -1",
         }
-        cure = f"for {name} write reshard_after_forward: {str(reshard).lower()}{degrees[copies]}."
+        cure = f"for {name} write reshard_after_forward: {str(reshard).lower()}{degrees[replicas]}."
     else:
         cure = (
             f"{ascii_repr(value)} is none of its values, {', '.join(FSDP1_STRATEGIES)}. Write "

@@ -259,10 +259,10 @@ def choice(*words: str) -> ValueType:
     return ValueType(expected=one_of(words), accepts=lambda value: value in words, choices=words)
 
 
-def count(things: str, least: int = 1) -> ValueType:
+def count(unit: str, least: int = 1) -> ValueType:
     """Takes a whole number."""
     return ValueType(
-        expected=f"a number of {things} >= {least}", accepts=lambda value: is_number(value, least)
+        expected=f"a number of {unit} >= {least}", accepts=lambda value: is_number(value, least)
     )
 
 

@@ -222,9 +222,9 @@ def _by_moment(trace: Trace, blocks: EqualBlocks, periods: int) -> dict[Any, Win
             microbatch, block, middle = unit, "", False
         if unit.startswith(start):
             number, _, below = unit.removeprefix(start).partition(".")
-            place = int(number)
-            middle = head <= place < count - (short - head)
-            block = unit = f"{place if place < head else place - count}.{below}"
+            index = int(number)
+            middle = head <= index < count - (short - head)
+            block = unit = f"{index if index < head else index - count}.{below}"
         if not middle:
             key = microbatch, block, event, unit
             seen[key] += 1

@@ -87,12 +87,12 @@ class CollectiveCounter:
                 f"A step calls the collective '{name}', which the plan has no row for. Its bytes "
                 "would be missing. Add it to `estimate/collectives.py`."
             )
-        kind, chosen, place = _ROWS[name]
+        kind, chosen, position = _ROWS[name]
         value = result if chosen == _RESULT else args[chosen]
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         if kind in _AGREE and not any(tensor.is_floating_point() for tensor in tensors):
             return []
-        key = kind, self.axis_of(args[place])
+        key = kind, self.axis_of(args[position])
         self.calls[key] += 1
         self.bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return tensors if kind in _COPIED else []

@@ -184,19 +184,19 @@ def observe_steps(
 def _drop_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Exchanges weights and buffers for fake tensors on the CPU."""
     merge_aliases(ModuleTree.read(model))
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
     params: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
-                places.setdefault(id(param), []).append((module, name))
+                slots.setdefault(id(param), []).append((module, name))
                 params[id(param)] = param
         for name, value in [*module._buffers.items(), *vars(module).items()]:
             if isinstance(value, torch.Tensor) and value.is_meta:
                 attributes = module._buffers if name in module._buffers else vars(module)
                 attributes[name] = torch.empty_like(value, device="cpu")
     new = {
-        key: replace_parameter(places[key], old, torch.empty_like(old, device="cpu"))
+        key: replace_parameter(slots[key], old, torch.empty_like(old, device="cpu"))
         for key, old in params.items()
     }
     for group in optimizer.param_groups:

@@ -122,11 +122,11 @@ def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[str]:
     """
     for where, name, block, kind, registered in _named(cfg):
         if not (isinstance(name, str) and name in registered):
-            place = where if kind in _MANY else f"{where}.name"
+            key_path = where if kind in _MANY else f"{where}.name"
             hint = nearest(name, registered) if isinstance(name, str) else ""
             shown = listed(sorted(registered), _SHOWN_NAMES, "")
             yield (
-                f"{place}: {ascii_repr(name)} is in no registry of {kind}.{hint} "
+                f"{key_path}: {ascii_repr(name)} is in no registry of {kind}.{hint} "
                 f"Write one of {shown}; or register yours in a file of code_paths."
             )
         elif isinstance(block, dict):

@@ -341,8 +341,8 @@ def _build_loader(
             loader.collate_fn([loader.dataset[number] for number in samples])
             return loader
         elif block.get("name") in ("text", "finetuning"):
-            places: dict[str, Any] = {k: dataset.get(k) for k in ("remote", "local", "split")}
-            StreamingDataset(streams=build_streams(dataset.get("streams")), batch_size=1, **places)
+            sources: dict[str, Any] = {k: dataset.get(k) for k in ("remote", "local", "split")}
+            StreamingDataset(streams=build_streams(dataset.get("streams")), batch_size=1, **sources)
     return None
 
 

@@ -179,16 +179,16 @@ def fsdp2_settings(parsed: Mapping[str, Any]) -> FSDP2Config:
 
 def _check_free(parsed: Mapping[str, Any], block: Mapping[str, Any], key: str) -> None:
     """Refuses two places for one setting: either could win without a word."""
-    place = _PLACES[key]
+    setting = _PLACES[key]
     if key == "fsdp2" and block.get("fsdp") is not None:
         raise ConfigError(
             f"{_BLOCK} has both 'fsdp' and 'fsdp2'. A model is sharded by one of them. "
             "Remove 'fsdp' to train with FSDP2, or 'fsdp2' to stay with FSDP1."
         )
-    if parsed.get(place) is not None:
+    if parsed.get(setting) is not None:
         raise ConfigError(
-            f"'{_BLOCK}.{key}' and '{place}' are both set. A run follows one of them and would "
-            f"ignore the other. Move what you need to '{_BLOCK}.{key}' and remove '{place}'."
+            f"'{_BLOCK}.{key}' and '{setting}' are both set. A run follows one of them and would "
+            f"ignore the other. Move what you need to '{_BLOCK}.{key}' and remove '{setting}'."
         )
 
 
@@ -351,12 +351,12 @@ def _replicated(where: str, loader: Any, degree: int) -> Any:
     blocks: dict[str, Any] = {f"{where}.dataset": dataset}
     if isinstance(streams := dataset.get("streams"), Mapping):
         blocks |= {f"{where}.dataset.streams.{name}": stream for name, stream in streams.items()}
-    for place, block in blocks.items():
+    for block_name, block in blocks.items():
         replication = block.get("replication") if isinstance(block, Mapping) else None
         if replication not in (None, degree):
             raise ConfigError(
-                f"{place}.replication is {replication!r}, and {degree} ranks read one batch. Ranks "
-                "of a group would read different samples, or groups the same. Leave it out: it is "
-                "set to the number of ranks that read one batch."
+                f"{block_name}.replication is {replication!r}, and {degree} ranks read one batch. "
+                "Ranks of a group would read different samples, or groups the same. Leave it out: "
+                "it is set to the number of ranks that read one batch."
             )
     return {**loader, "dataset": {**dataset, "replication": degree}}

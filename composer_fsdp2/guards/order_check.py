@@ -258,8 +258,8 @@ def _first_difference(everyone: Sequence[tuple[int, list[str]]]) -> str:
     common = [last[start - skipped :] for skipped, last in everyone]
     for at in itertools.zip_longest(*common, fillvalue="nothing more"):
         if len(set(at)) > 1:
-            places = [
+            calls = [
                 f"{collective} on {rank_text(which)}" for collective, which in ranks_by(at).items()
             ]
-            return f" The first difference: {' and '.join(places[:_SHOWN])}."
+            return f" The first difference: {' and '.join(calls[:_SHOWN])}."
     return ""

@@ -91,12 +91,14 @@ class CollectiveWatchdog:
         elif not self._told:
             self.tell(self._text())
         elif not self._late and now - self._since > self.late_seconds:
-            self._late, places = True, self._places()
-            told = [rank for said, ranks in places.items() if said != _SILENT for rank in ranks]
+            self._late, ranks_by_text = True, self._places()
+            told = [
+                rank for said, ranks in ranks_by_text.items() if said != _SILENT for rank in ranks
+            ]
             # One rank says it, and none where nobody can be waiting for a unit.
-            if len(places) > 1 and min(told) == dist.get_rank():
-                text = f"FSDP2: Nothing entered for {now - self._since:.0f} s. {_describe(places)}"
-                print(text, file=sys.stderr, flush=True)
+            if len(ranks_by_text) > 1 and min(told) == dist.get_rank():
+                waited = f"FSDP2: Nothing entered for {now - self._since:.0f} s."
+                print(waited, _describe(ranks_by_text), file=sys.stderr, flush=True)
 
     def report(self) -> str:
         """Names the last unit each rank entered, as far as ranks have told. Collective: no."""
@@ -118,20 +120,20 @@ class CollectiveWatchdog:
             return _all_places()
         store, now, number = default_store(), time.time(), 0
         if store.check([_PLACES]):
-            number, found_at, places = pickle.loads(store.get(_PLACES))
+            number, found_at, ranks_by_text = pickle.loads(store.get(_PLACES))
             if abs(now - found_at) < _FRESH_SECONDS:
-                return places
+                return ranks_by_text
         number += 1
         if store.add(f"{_PLACES}/{number}", 1) > 1:
             for _ in range(_LOOKS):  # unless the first has ended meanwhile
                 time.sleep(_FRESH_SECONDS / _LOOKS)
                 if store.check([_PLACES]):
-                    new_number, _, places = pickle.loads(store.get(_PLACES))
+                    new_number, _, ranks_by_text = pickle.loads(store.get(_PLACES))
                     if new_number >= number:
-                        return places
-        places = _all_places()
-        store.set(_PLACES, pickle.dumps((number, time.time(), places)))
-        return places
+                        return ranks_by_text
+        ranks_by_text = _all_places()
+        store.set(_PLACES, pickle.dumps((number, time.time(), ranks_by_text)))
+        return ranks_by_text
 
     def tell(self, text: str) -> None:
         """Writes the position of this rank to the store, "" once it goes on. Collective: no."""
@@ -164,9 +166,9 @@ def _look_again(watchdog_ref: weakref.ref[CollectiveWatchdog]) -> None:
             time.sleep(pause)
 
 
-def _describe(places: dict[str, list[int]]) -> str:
-    lines = [f"  {rank_text(ranks)}: {told}" for told, ranks in places.items()]
-    if len(places) == 1:
+def _describe(ranks_by_text: dict[str, list[int]]) -> str:
+    lines = [f"  {rank_text(ranks)}: {told}" for told, ranks in ranks_by_text.items()]
+    if len(ranks_by_text) == 1:
         lines.append("Ranks wait outside of the model then: for data, a metric or a checkpoint.")
     return "\n".join(["The last unit each rank entered:", *lines])
 

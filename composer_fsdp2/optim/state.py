@@ -102,13 +102,13 @@ class KeptState(UserDict[Any, Any], dict[Any, Any]):  # pyright: ignore
 
     def kept(self) -> Callable[[], KeptState]:
         """Copies all values to CPU memory, and returns a function that puts them back."""
-        copies = {
+        cpu_copies = {
             key: value.copied_to("cpu") if isinstance(value, Stored) else copy.deepcopy(value)
             for key, value in self.data.items()
         }
 
         def put_back() -> KeptState:
-            self.data = {key: self._placed(value) for key, value in copies.items()}
+            self.data = {key: self._placed(value) for key, value in cpu_copies.items()}
             return self
 
         return put_back

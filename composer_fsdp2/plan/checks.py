@@ -324,11 +324,11 @@ def _aliases(tree: ModuleTree, refs: Sequence[ParamRef]) -> Iterator[str]:
         if ref is None or id(ref.param) in told or len(told) == _SHOWN:
             continue
         told.add(id(ref.param))
-        place = f"'{attribute}' of {quoted(module)}"
+        owner = f"'{attribute}' of {quoted(module)}"
         fact = (
-            f"'{ref.name}' is also held by {place}, where it is not registered"
+            f"'{ref.name}' is also held by {owner}, where it is not registered"
             if tensor is ref.param
-            else f"{place} shares memory with the parameter '{ref.name}'"
+            else f"{owner} shares memory with the parameter '{ref.name}'"
         )
         yield (
             f"{fact}. FSDP2 puts shards and gathered weights in the registered place only, and "

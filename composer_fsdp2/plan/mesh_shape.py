@@ -49,19 +49,19 @@ class MeshShape:
             world = f"{ranks}, {world} by the tensor_parallel.degree {tensor}"
         if ranks % sequence:
             raise _indivisible("sequence_parallel", sequence, ranks, world)
-        copies, places = replicate or 1, ""
-        written = f"data_parallel_shard_degree {shard} x data_parallel_replicate_degree {copies}"
+        replicas, mesh_size = replicate or 1, ""
+        written = f"data_parallel_shard_degree {shard} x data_parallel_replicate_degree {replicas}"
         if tensor > 1 and -1 not in (shard, replicate):
             drawn = cls(shard=shard, replicate=replicate, tensor=tensor).describe()
-            places = f", and the mesh {drawn} has {shard * copies * tensor} places"
+            mesh_size = f", and the mesh {drawn} has {shard * replicas * tensor} places"
         if shard == -1:
-            shard = ranks // copies
+            shard = ranks // replicas
         elif replicate == -1:
             replicate = ranks // shard
         if shard * (replicate or 1) != ranks:
             raise ConfigError(
                 f"{written} does not multiply to {world}. Every rank must hold exactly "
-                f"one shard of one replica{places}. Set degrees whose product is {ranks}, or "
+                f"one shard of one replica{mesh_size}. Set degrees whose product is {ranks}, or "
                 "leave one of them at -1 to have it filled in."
             )
         if config.gradient_sync == "reduce_scatter_only" and (replicate or 1) == 1:

@@ -190,18 +190,18 @@ def without_wrappers(model: nn.Module) -> Generator[None]:
 
     For libraries that compare names of modules with those of a state dict. Collective: no.
     """
-    places = [
+    slots = [
         (module._modules, name, child)
         for module in model.modules()
         for name, child in module._modules.items()
         if child is not None and is_wrapper(child)
     ]
     try:
-        for children, name, child in places:
+        for children, name, child in slots:
             children[name] = inside_wrappers(child)
         yield
     finally:
-        for children, name, child in places:
+        for children, name, child in slots:
             children[name] = child
 
 

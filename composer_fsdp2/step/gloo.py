@@ -89,13 +89,13 @@ def _name_interface() -> None:
     gloo listens at the address of the host name. Where that is of the loopback interface, as in
     Debian's `/etc/hosts`, no other node gets there.
     """
-    host, place = "", os.environ.get("MASTER_ADDR")
+    host, master = "", os.environ.get("MASTER_ADDR")
     with contextlib.suppress(OSError):  # of a name that nobody knows; gloo takes loopback then too
         host = socket.gethostbyname(socket.gethostname())
-    if "GLOO_SOCKET_IFNAME" in os.environ or not place or not f"{host or 127}".startswith("127"):
+    if "GLOO_SOCKET_IFNAME" in os.environ or not master or not f"{host or 127}".startswith("127"):
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((place, 1))  # sends nothing, and chooses a way
+        probe.connect((master, 1))  # sends nothing, and chooses a way
         address = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # of one without an address

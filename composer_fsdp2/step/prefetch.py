@@ -105,11 +105,11 @@ class Prefetch(StepListener):
         if self._ran != self._order and not self._warned:
             self._warned = True
             pairs = enumerate(itertools.zip_longest(self._order, self._ran, fillvalue=None))
-            place, names = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            position, names = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
             was, now = ("none" if name is None else f"'{name}'" for name in names)
             warnings.warn(
                 f"FSDP units ran in another order than in the first step: {now} in place "
-                f"{place} where {was} was. forward_prefetch and backward_prefetch keep "
+                f"{position} where {was} was. forward_prefetch and backward_prefetch keep "
                 "the first order, and gather units too early or for nothing. Leave them out if the "
                 "order changes often.",
                 stacklevel=2,
@@ -146,5 +146,5 @@ def _units_ahead(order: list[str], count: int, times: Mapping[str, int]) -> dict
 
     One that runs several times starts nothing: it would gather again what has long been used.
     """
-    places = enumerate(order, 1) if count else ()
-    return {name: order[after : after + count] for after, name in places if times[name] == 1}
+    numbered = enumerate(order, 1) if count else ()
+    return {name: order[after : after + count] for after, name in numbered if times[name] == 1}

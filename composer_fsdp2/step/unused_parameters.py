@@ -191,9 +191,9 @@ class UnusedParameters(StepListener):
         """Returns by how many ranks each parameter was used. Collective: yes."""
         flags, indices = list[int](), list[int]()
         for param in params:
-            place, holders = self._places.get(param, (0, 1))
-            indices.append(len(flags) + place)
-            flags += [int(param in self._used and place == other) for other in range(holders)]
+            index, holders = self._places.get(param, (0, 1))
+            indices.append(len(flags) + index)
+            flags += [int(param in self._used and index == other) for other in range(holders)]
         # A sum with one summand is rank 0's number, in the collective that is sent anyway.
         number = 0 if dist.get_rank() else self._complete
         self.run.tell("before_agreement", "the agreement on unused parameters")

@@ -260,7 +260,7 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[PictureRow]:
         plan: of a model.
         frozen: elements that are not trained, by the name of the unit (its first module).
     """
-    order = {unit.module: place for place, unit in enumerate(plan.units)}
+    order = {unit.module: index for index, unit in enumerate(plan.units)}
     blocks, owners = {*plan.blocks()}, plan.owner_of()
     ties: dict[str, tuple[int, ...]] = {}
     for number, names in enumerate(plan.tied, 1):
@@ -421,8 +421,8 @@ def _draw_performance(figure: Any, comparison: RunComparison, names: tuple[str, 
     for (steps, peaks, name, offset), color in zip(runs, ("orange", "blue"), strict=True):
         timed = [(step.number, step.seconds) for step in warmed_up(steps)]
         above.plot(*zip(*timed, strict=True), label=name, lw=1.6, color=COLORS[color])
-        places = [rank + offset for rank in range(len(peaks))]
-        below.bar(places, [peak / 1024**3 for peak in peaks], width=0.4, color=COLORS[color])
+        positions = [rank + offset for rank in range(len(peaks))]
+        below.bar(positions, [peak / 1024**3 for peak in peaks], width=0.4, color=COLORS[color])
     above.set(ylabel="seconds a step", xlabel="step")
     above.set_ylim(bottom=0)
     above.legend()

@@ -50,20 +50,20 @@ def load_pretrained(
 
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     tells = kwargs.pop("output_loading_info", False)
-    found = original(cls, *args, output_loading_info=True, **kwargs)
-    if _lacks_all_weights(*found):
+    loaded = original(cls, *args, output_loading_info=True, **kwargs)
+    if _lacks_all_weights(*loaded):
         # transformers 5 knows the names of the whole model for some text parts alone:
         # https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/conversion_mapping.py#L1341
-        found = original(
+        loaded = original(
             cls, *args, output_loading_info=True, **{"key_mapping": _OF_TEXT_PART, **kwargs}
         )
-    if _lacks_all_weights(*found):
+    if _lacks_all_weights(*loaded):
         raise ConfigError(
             f"No weight that {cls.__name__} reads from {args[0]!r} has a name of this class, and "
             "transformers would draw all of its weights at random. The folder holds another model. "
             "Write another folder as pretrained_model_name_or_path, or `pretrained: false`."
         )
-    return found if tells else found[0]
+    return loaded if tells else loaded[0]
 
 
 _OF_TEXT_PART = {r"^(model\.)?language_model\.(model\.)?": "model."}

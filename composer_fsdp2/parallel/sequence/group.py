@@ -259,10 +259,10 @@ class SequenceGroup(SameBatchGroup):
         mask, features = batch.get(_IMAGES), batch.get(_FEATURES)
         if mask is None or features is None:
             return {}
-        own = self._local_part(mask, parts, False)
+        local_mask = self._local_part(mask, parts, False)
         numbers = mask.flatten().cumsum(0).view_as(mask) - 1
-        rows = self._local_part(numbers, parts, 0)[own]
-        return {_IMAGES: own, _FEATURES: [layer[rows] for layer in features]}
+        rows = self._local_part(numbers, parts, 0)[local_mask]
+        return {_IMAGES: local_mask, _FEATURES: [layer[rows] for layer in features]}
 
     def _refuse_inputs(self, batch: Mapping[str, Any], length: int) -> None:
         for name, value in batch.items():

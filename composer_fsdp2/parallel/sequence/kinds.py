@@ -235,7 +235,7 @@ class _OldQwenVL(_HuggingFace):
 def _forward_of_qwen(
     attend: Attend,
     module: Any,
-    usual: Callable[..., Any],
+    original: Callable[..., Any],
     rotate: Callable[..., Any],
     hidden_states: torch.Tensor,
     **kwargs: Any,
@@ -250,7 +250,7 @@ def _forward_of_qwen(
     call = AttentionCall(compute=functools.partial(fused_attention, dropout=dropout, scale=None))
     out = attend(module, call, query, key, value)
     if out is None:
-        return usual(hidden_states, **kwargs)
+        return original(hidden_states, **kwargs)
     return module.o_proj(out.flatten(2)), None, None
 
 

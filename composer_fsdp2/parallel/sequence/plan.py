@@ -115,8 +115,8 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
     axes = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("data", "sp", "tp"))
     attention, model = {name: modules[name] for name in plan.attention}, modules[plan.model]
     first, kind = next(iter(plan.attention.items()))
-    own = modules if plan.decoder == plan.model else _below(modules, plan.decoder)
-    rules = kind.mask_rules(model, own, first, torch.device(mesh.device_type))
+    decoder_modules = modules if plan.decoder == plan.model else _below(modules, plan.decoder)
+    rules = kind.mask_rules(model, decoder_modules, first, torch.device(mesh.device_type))
     if plan.documents == "apart":
         rules = dataclasses.replace(rules, documents="always", takes_sequence_id=True)
     around = [
@@ -131,7 +131,7 @@ def connect_attention(tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) ->
     learned = next(
         (
             (name, module.num_embeddings - (attribute_of(module, "offset") or 0))
-            for name, module in own.items()
+            for name, module in decoder_modules.items()
             if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS
         ),
         None,

@@ -63,8 +63,8 @@ class LayerPlan:
         layers = ", ".join(
             f"{name} ({cut}{added.get(name, '')})" for name, cut in self.cuts.items()
         )
-        whole = f"; whole: {', '.join(self.whole)}" if self.whole else ""
-        return f"tensor parallelism of {self.degree} ranks: {layers}{whole}"
+        kept = f"; whole: {', '.join(self.whole)}" if self.whole else ""
+        return f"tensor parallelism of {self.degree} ranks: {layers}{kept}"
 
 
 @dataclass(slots=True, eq=False)
@@ -333,14 +333,14 @@ def _check_blocks(search: _Search) -> None:
         for name, module in search.modules.items()
         if attribute_of(module, "is_kv_shared_layer") is not None
     ]
-    whole = [name for name in sharing if name not in search.blocks]
+    kept = [name for name in sharing if name not in search.blocks]
     if (
-        whole
-        and len(whole) < len(sharing)
+        kept
+        and len(kept) < len(sharing)
         and any(attribute_of(search.modules[name], "is_kv_shared_layer") for name in sharing)
     ):
         raise PlanError(
-            f"tensor_parallel.layer_plan keeps '{whole[0]}' whole and divides attention of other "
+            f"tensor_parallel.layer_plan keeps '{kept[0]}' whole and divides attention of other "
             "layers, and in this model some layers use keys and values of others. They would have "
             "other heads. Keep the attention of all layers whole, or of none."
         )

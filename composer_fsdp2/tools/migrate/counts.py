@@ -339,10 +339,10 @@ def _is_deepspeeds(value: Any) -> bool:
 
 
 def _from_deepspeed(value: Mapping[str, Any]) -> dict[str, Any]:
-    given = value["params"]
-    betas = given.get("betas", [_ADAM["beta1"], _ADAM["beta2"]])
-    rest = (given.get("eps", _ADAM["epsilon"]), given.get("weight_decay", 0))
-    return {"optimizer": _adamw(float(given["lr"]), betas, *map(float, rest))}
+    params = value["params"]
+    betas = params.get("betas", [_ADAM["beta1"], _ADAM["beta2"]])
+    rest = (params.get("eps", _ADAM["epsilon"]), params.get("weight_decay", 0))
+    return {"optimizer": _adamw(float(params["lr"]), betas, *map(float, rest))}
 
 
 def optimizer_rows(key: str) -> tuple[Row, ...]:

@@ -167,21 +167,21 @@ class Document:
         Raises:
             ConfigError: something in it would be lost.
         """
-        place = next(
-            place for place in _outer_paths(path) if getattr(self._node(place), "flow_style", None)
+        outer = next(
+            outer for outer in _outer_paths(path) if getattr(self._node(outer), "flow_style", None)
         )
-        key, value = self.pairs[place]
+        key, value = self.pairs[outer]
         start, end = key.start_mark, value.end_mark
         if re.search(r"[&*#]", self.text[value.start_mark.index : end.index]):
             raise ConfigError(
-                f"'{'.'.join(place)}' is written in braces and holds an anchor, an alias or a "
+                f"'{'.'.join(outer)}' is written in braces and holds an anchor, an alias or a "
                 "comment. Rewriting it would lose them. Write it as a block, one key per line."
             )
-        written = dump(value_at(self.data, place)).splitlines()
+        written = dump(value_at(self.data, outer)).splitlines()
         block = [" " * (start.column + 2) + line for line in written]
         # What is around the mapping in its first and its last line stays.
         before, after = self.lines[start.line][: start.column], self.lines[end.line][end.column :]
-        head = f"{before}{place[-1]}:{after}"
+        head = f"{before}{outer[-1]}:{after}"
         lines = [*self.whole[: start.line], *self._ended([head, *block])]
         return Document("".join([*lines, *self.whole[end.line + 1 :]]), self.name)
 
@@ -291,17 +291,17 @@ def read_settings(value: str, folder: File | None) -> tuple[dict[str, Any] | Non
         return None, f"{value!r} is named, and its settings are not known here"
     try:  # JSON or YAML, never executed
         path = File(value).expanduser()
-        place = next((p for p in (folder / path, File.cwd() / path) if p.is_file()), None)
-        if place is None:
+        file = next((p for p in (folder / path, File.cwd() / path) if p.is_file()), None)
+        if file is None:
             return None, f"{value!r} is neither in {str(folder)!r} nor in the current folder"
-        if place.stat().st_size > _MOST_BYTES:
-            return None, f"{str(place)!r} is larger than {_MOST_BYTES:,} bytes"
-        document = Document(place.read_text(encoding="utf-8-sig"), str(place))
+        if file.stat().st_size > _MOST_BYTES:
+            return None, f"{str(file)!r} is larger than {_MOST_BYTES:,} bytes"
+        document = Document(file.read_text(encoding="utf-8-sig"), str(file))
     except (OSError, ValueError, ConfigError) as error:
         return None, f"{value!r} cannot be read: {error}"
     if twice := [".".join(path) for path in document.duplicates]:
-        return None, f"{str(place)!r} says {twice[0]!r} more than once"
-    return document.data, str(place)
+        return None, f"{str(file)!r} says {twice[0]!r} more than once"
+    return document.data, str(file)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -352,9 +352,9 @@ def _pairs(node: Any, path: Path) -> Iterator[tuple[Path, Node, Any]]:
             yield from _pairs(item, (*path, str(number)))
     if isinstance(node, MappingNode):
         for key, value in node.value:
-            place = (*path, str(key.value))
-            yield place, key, value
-            yield from _pairs(value, place)
+            key_path = (*path, str(key.value))
+            yield key_path, key, value
+            yield from _pairs(value, key_path)
 
 
 def _is_remark(line: str) -> bool:

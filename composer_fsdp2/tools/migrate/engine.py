@@ -189,7 +189,7 @@ class _Migration:
         rows = self.dialect.around
         covered = set[str]()
         for key in dict.fromkeys(row.key for row in rows):
-            place, value = context.around(key)
+            around_key, value = context.around(key)
             row = next((row for row in rows if row.key == key and row.matches(value)), None)
             if row is None or value is None or key in context.entries:
                 continue
@@ -198,7 +198,7 @@ class _Migration:
             if new := {**settings, **beside}.keys() - covered:
                 block = context.site.wrapper if settings else ()
                 path = (*context.site.parent, *block, ", ".join(sorted(new)))
-                said = f"`{place}` says it"
+                said = f"`{around_key}` says it"
                 context.added.append(Entry(path, None, ADDED, said, settings, beside=beside))
             covered |= new
 
@@ -238,12 +238,12 @@ class _Migration:
             value = self.decisions[decision]
         entry = Entry(path, value, DECISION, "")
         if is_block and key in dialect.files and isinstance(value, str):
-            value, place = read_settings(value, self.folder)
+            value, source = read_settings(value, self.folder)
             context.entries[key] = entry
-            entry.become(CONVERTED, f"its settings were read from '{place}'")
+            entry.become(CONVERTED, f"its settings were read from '{source}'")
             if value is None:
                 entry.decide(
-                    f"the file {place}", "put its content here as a mapping", f"{name}=null"
+                    f"the file {source}", "put its content here as a mapping", f"{name}=null"
                 )
                 return
         if is_block and isinstance(value, Mapping) and value:
@@ -327,13 +327,13 @@ def _join(entries: Sequence[Entry]) -> None:
     """Leaves every setting in the entry that says it first; a contradiction is a decision."""
     spoken: dict[tuple[str, ...], list[tuple[Entry, Any]]] = {}
     for entry in entries:
-        for place, value in (*_parts(entry.settings, ()), *_parts(entry.beside, ("",))):
-            spoken.setdefault(place, []).append((entry, value))
-    for place, said in spoken.items():
+        for setting_path, value in (*_parts(entry.settings, ()), *_parts(entry.beside, ("",))):
+            spoken.setdefault(setting_path, []).append((entry, value))
+    for setting_path, said in spoken.items():
         first = said[0][1]
         if all(type(value) is type(first) and value == first for _, value in said):
             continue
-        name = ".".join(part for part in place if part)
+        name = ".".join(part for part in setting_path if part)
         told = " and ".join(f"`{entry.key}: {ascii_repr(entry.value)}`" for entry, _ in said)
         from_input = [entry for entry, _ in said if entry.status is not ADDED]
         for entry in (entry for entry in from_input if not entry.is_open):
@@ -455,9 +455,9 @@ def _resolve(document: Document) -> dict[str, Any]:
             return value
         inside = inner is not None and path[0] == _JOB
         start: Any = inner if inside else tree
-        place = path[1:] if inside else path
+        inner_path = path[1:] if inside else path
         try:
-            selected: Any = OmegaConf.select(start, ".".join(place), default=value)
+            selected: Any = OmegaConf.select(start, ".".join(inner_path), default=value)
             return (
                 OmegaConf.to_container(selected, resolve=True)
                 if OmegaConf.is_config(selected)
@@ -473,13 +473,13 @@ def _remarks(results: Sequence[tuple[Site, list[Entry]]]) -> tuple[str, ...]:
     """Says where the new settings have to go if they are not where LLM Foundry reads them."""
     target, remarks = ".".join(Site((), {}).wrapper), list[str]()
     for site, entries in results:
-        place = ".".join((*site.parent, *site.wrapper))
-        if place == target or site.parent[:1] == (_JOB,):
+        site_path = ".".join((*site.parent, *site.wrapper))
+        if site_path == target or site.parent[:1] == (_JOB,):
             continue
         beside = dict.fromkeys(f"`{name}`" for entry in entries for name in entry.beside)
         with_them = f", with {', '.join(beside)} beside them" if beside else ""
         remarks.append(
-            f"The new settings stand at '{place}'{with_them}. LLM Foundry and `composer-fsdp2 "
+            f"The new settings stand at '{site_path}'{with_them}. LLM Foundry and `composer-fsdp2 "
             f"train` read '{target}' at the top of a run: move them there."
         )
     return tuple(remarks)

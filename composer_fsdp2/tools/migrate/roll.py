@@ -255,10 +255,12 @@ def _finish_experts(context: Context) -> None:
 
 def _ranks(context: Context) -> int | None:
     """Returns the number of GPUs that the role is given."""
-    given = context.around("device_mapping")[1]
-    if isinstance(given, list):
-        return len(given)
-    numbers = re.fullmatch(r"list\(range\((?:(\d+),)?(\d+)\)\)", str(given).replace(" ", ""))
+    device_mapping = context.around("device_mapping")[1]
+    if isinstance(device_mapping, list):
+        return len(device_mapping)
+    numbers = re.fullmatch(
+        r"list\(range\((?:(\d+),)?(\d+)\)\)", str(device_mapping).replace(" ", "")
+    )
     return int(numbers[2]) - int(numbers[1] or 0) if numbers else None
 
 

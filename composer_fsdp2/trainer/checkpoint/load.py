@@ -538,10 +538,10 @@ def _unalias(optimizers: Mapping[str, Any], *, every: bool) -> None:
         for state in optimizer.get("state", {}).values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    place = value.untyped_storage().data_ptr()
-                    if every or place in seen or value.ndim == 0:
+                    address = value.untyped_storage().data_ptr()
+                    if every or address in seen or value.ndim == 0:
                         state[key] = value.clone()
-                    seen.add(place)
+                    seen.add(address)
 
 
 def _divided(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:

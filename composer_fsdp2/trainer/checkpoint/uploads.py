@@ -148,12 +148,12 @@ def _failure(future: Future[Any]) -> BaseException | None:
 
 def failed_upload(saver: CheckpointSaver, error: BaseException) -> CheckpointError:
     """Returns the error for an upload that has failed."""
-    place = "the store" if saver.remote_uploader is None else saver.remote_uploader.remote_folder
+    store = "the store" if saver.remote_uploader is None else saver.remote_uploader.remote_folder
     cure = "Look at the store and at the credentials"
     if isinstance(error, FileExistsError):
         cure = "Give another save_folder, or set save_overwrite: true"
     return CheckpointError(
-        f"A checkpoint could not be uploaded to '{place}': {type(error).__name__}: "
+        f"A checkpoint could not be uploaded to '{store}': {type(error).__name__}: "
         f"{str(error).rstrip('.')}. A resumed run would not find it there. {cure}, and start the "
         "run again: it goes on from the last checkpoint that is whole."
     )

@@ -96,7 +96,7 @@ def freeze_layers(
         return original(model, *args, **kwargs)
     reshard(model)
     frozen = original(model, *args, **kwargs)
-    places = {
+    slots = {
         (module, name)
         for module in model.modules()
         for name, param in module._parameters.items()
@@ -106,7 +106,7 @@ def freeze_layers(
         if isinstance(unit, FSDPModule):
             # Until it is resharded, the gathered parameters are the attributes of its modules.
             unit.unshard()
-            for module, name in places:
+            for module, name in slots:
                 getattr(module, name).requires_grad_(False)
             unit.reshard()
     return frozen

@@ -347,9 +347,9 @@ def _refuse_unmergeable(prefix: str, layer: Any) -> None:
 def _meta(module: nn.Module, name: str, dtype: torch.dtype | None) -> torch.Tensor:
     tensor, quant_state = getattr(module, name), _packing(module, name)
     shape = quant_state.shape if quant_state else form_of(tensor).model_shape(tensor.shape)
-    own = quant_state.dtype if quant_state else tensor.dtype
-    kept = dtype is None or not own.is_floating_point
-    return torch.empty(shape, dtype=own if kept else dtype, device="meta")
+    stored_dtype = quant_state.dtype if quant_state else tensor.dtype
+    kept = dtype is None or not stored_dtype.is_floating_point
+    return torch.empty(shape, dtype=stored_dtype if kept else dtype, device="meta")
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -410,9 +410,9 @@ def _in_groups(
     parts: Sequence[_Part], convert: Callable[[Tensors], Tensors] | None
 ) -> list[_Group]:
     """Returns the parts that are converted together; see [Note: conversions in parts]."""
-    whole = _outputs(parts, convert)
-    assert whole is not None
-    if whole == _outputs(parts, None):
+    all_outputs = _outputs(parts, convert)
+    assert all_outputs is not None
+    if all_outputs == _outputs(parts, None):
         return [_Group([part], _infos(part.metas)) for part in parts]
     groups: dict[int, _Group] = {}
     order = {id(part): index for index, part in enumerate(parts)}
@@ -424,13 +424,14 @@ def _in_groups(
         waiting = []
         for prefix, members in together.items():
             outputs = _outputs(members, convert)
-            if outputs is not None and outputs.items() <= whole.items():
+            if outputs is not None and outputs.items() <= all_outputs.items():
                 groups[order[id(members[0])]] = _Group(members, list(outputs.values()))
             elif not prefix:
                 raise PlanError(
-                    f"transformers does not convert {listed(sorted(whole))} back into what its "
-                    "files have. An engine would miss weights. Write a folder with save_pretrained "
-                    "(save_original_format=False), or take another version of transformers."
+                    f"transformers does not convert {listed(sorted(all_outputs))} back into what "
+                    "its files have. An engine would miss weights. Write a folder with "
+                    "save_pretrained (save_original_format=False), or take another version of "
+                    "transformers."
                 )
             else:
                 waiting += members

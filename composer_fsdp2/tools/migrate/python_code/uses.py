@@ -237,11 +237,11 @@ class _Finder(ast.NodeVisitor):
         if row is None:
             return False
         # Places inside f-strings are right only from Python 3.12 on.
-        place = self.format or node
-        line, utf8 = place.lineno, place.col_offset  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(place, ast.Attribute) and row.found is not Found.NAME:
-            line = place.end_lineno or line
-            utf8 = (place.end_col_offset or 0) - len(place.attr.encode())
+        located = self.format or node
+        line, utf8 = located.lineno, located.col_offset  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(located, ast.Attribute) and row.found is not Found.NAME:
+            line = located.end_lineno or line
+            utf8 = (located.end_col_offset or 0) - len(located.attr.encode())
         code = self.source.lines[line - 1]
         # `ast` counts the bytes of UTF-8 before a place.
         column = len(code.encode()[:utf8].decode(errors="ignore")) + 1
@@ -329,16 +329,16 @@ class _Finder(ast.NodeVisitor):
             and names.keys() & set(row.homes)
             and not isinstance(positional[position], ast.Starred)
         ]
-        for name, place, value in arguments:
+        for name, name_node, value in arguments:
             if name in _CONFIG_NAMES:
                 certain = bool(_CONFIG_CALLEES & names.keys()) and all(names.values())
                 self._check_mapping(value, certain)
-            self._report(_VARIABLES.get(name), place)
+            self._report(_VARIABLES.get(name), name_node)
             owner = next((full for full in names if f"{full}.{name}" in _ARGUMENTS), None)
             if owner is not None:
-                self._report_value(_ARGUMENTS[f"{owner}.{name}"], place, value, names[owner])
+                self._report_value(_ARGUMENTS[f"{owner}.{name}"], name_node, value, names[owner])
             elif name in _LOOSE_ARGUMENTS and not _CALLEES & names.keys():
-                self._report(_LOOSE_ARGUMENTS[name], place, certain=False)
+                self._report(_LOOSE_ARGUMENTS[name], name_node, certain=False)
         if isinstance(node.func, ast.Attribute) and positional and node.func.attr in ("get", "pop"):
             self._check_item(node.func.value, positional[0])
         self.generic_visit(node)
@@ -375,16 +375,16 @@ class _Finder(ast.NodeVisitor):
             pairs = [(key.value, key, item) for key, item in keys if isinstance(key, ast.Constant)]
         elif isinstance(node, ast.Call) and _last_name(node.func) == "dict":
             pairs = [(keyword.arg, keyword, keyword.value) for keyword in node.keywords]
-        for name, place, value in pairs:
-            self._report_value(_KEYS.get(str(name)), place, value, certain)
+        for name, key_node, value in pairs:
+            self._report_value(_KEYS.get(str(name)), key_node, value, certain)
 
     def _report_value(
-        self, row: CodeRow | None, place: ast.AST, value: ast.expr, certain: bool
+        self, row: CodeRow | None, key_node: ast.AST, value: ast.expr, certain: bool
     ) -> None:
         """Adds an argument or a key, unless its value needs nothing."""
         harmless = row.harmless if row else ()
         if not (isinstance(value, ast.Constant) and any(value.value is v for v in harmless)):
-            self._report(row, place, certain)
+            self._report(row, key_node, certain)
 
     # --- Strings. ---
 
