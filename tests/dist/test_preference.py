@@ -44,8 +44,9 @@ def test_a_policy_is_trained_like_in_one_process(tmp_path: Path):
     settings = settings_in(tmp_path)
     tokenizer = build_tokenizer(**{f"tokenizer_{k}": v for k, v in settings["tokenizer"].items()})
     name = settings["model"].pop("name")
-    oracle = build_composer_model(name, {**settings["model"], "init_device": "cpu"}, tokenizer)
-    model = build_composer_model(name, settings["model"], tokenizer)
+    with installed():  # transformers 5 needs its rows
+        oracle = build_composer_model(name, {**settings["model"], "init_device": "cpu"}, tokenizer)
+        model = build_composer_model(name, settings["model"], tokenizer)
     loaders = [
         build_dataloader(settings[f"{part}_loader"], tokenizer, SIZE // 2)
         for part in ("train", "eval")
