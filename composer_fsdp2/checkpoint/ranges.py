@@ -95,13 +95,13 @@ class PieceRange:
     begin: int
     end: int
     checksum: int
-    found: int
+    crc: int
     """CRC-32 of the range alone"""
 
     def is_of(self, values: torch.Tensor) -> bool:
         """Returns whether the values of a whole piece have these bytes in the range."""
         content: Any = values.flatten().view(torch.uint8).numpy()
-        return zlib.crc32(content[self.begin : self.end]) == self.found
+        return zlib.crc32(content[self.begin : self.end]) == self.crc
 
 
 def plan_ranges(

@@ -96,14 +96,14 @@ class _Moments(StepListener):
 
     def __init__(self, run: Run, watch: Watch) -> None:
         super().__init__(run)
-        self._watch, self.found = watch, list[Window]()
+        self._watch, self.windows = watch, list[Window]()
         blocks = [name for name in run.plan.blocks() if name in run.units]
         self._last = blocks[-1] if blocks else None
         self.label = ("start", "")
 
     def begin(self, event: str, unit: str = "") -> None:
         """Ends a window, and begins the next."""
-        self.found.append(Window(self.label, dict(self._watch.peak_kinds)))
+        self.windows.append(Window(self.label, dict(self._watch.peak_kinds)))
         self.label = event, unit
         self._watch.begin_peak()
 
@@ -263,8 +263,8 @@ def _steps(
     for total in (*[1] * warm, count):
         optimizer.zero_grad()
         moments.begin("start")
-        moments.found = list[Window]()
-        trace = Trace(run.plan, windows=moments.found)
+        moments.windows = list[Window]()
+        trace = Trace(run.plan, windows=moments.windows)
         outputs: list[Any] = []  # as the Trainer has them: they live until the next are there
         with run.accumulation.batch():
             for number in range(total):
