@@ -58,8 +58,8 @@ class Communication:
     sum_reductions: bool = setting(
         False,
         BOOLEAN,
-        "reduces gradients by sums alone, and divides them in a step of its own; NCCL knows fast "
-        "ways for sums that it has not for averages",
+        "reduces gradients by sums alone, and divides them in a step of its own; NCCL has "
+        "faster algorithms for sums than for averages",
     )
     symmetric_memory: bool = setting(
         False,

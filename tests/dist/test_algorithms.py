@@ -483,5 +483,5 @@ def test_layers_of_a_checkpoint_are_not_replaced_on_a_sharded_model(tmp_path: Pa
     with installed():
         trained(make, samples(), algorithm, save_folder=str(tmp_path), save_interval="2ba")
         path = str(tmp_path / "ep0-ba2")
-        with pytest.raises(CheckpointError, match="GyroDropout, which this run has not"):
+        with pytest.raises(CheckpointError, match="GyroDropout, which this run does not have"):
             trained(make, samples(), lambda: [], load_path=path)

@@ -222,7 +222,7 @@ def apply_required_algorithms(
     if missing and is_sharded(state.model):
         listed = ", ".join(missing)
         raise CheckpointError(
-            f"The checkpoint was trained with {listed}, which this run has not. It replaces "
+            f"The checkpoint was trained with {listed}, which this run does not have. It replaces "
             "layers, and the model is sharded by now. Add it to the algorithms of the Trainer, or "
             f"leave it out with load_exclude_algorithms: [{listed}]."
         )
