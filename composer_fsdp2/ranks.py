@@ -42,7 +42,7 @@ def all_gather_tensor(output: torch.Tensor, shard: torch.Tensor, group: dist.Pro
     Args:
         output: the shards in the order of the ranks, `(ranks * rows, ...)`.
         shard: of this rank, `(rows, ...)`; the same shape on each rank.
-        group: of the ranks.
+        group: the ranks that hold the shards, in their order.
     """
     # Torch 2.14 warns of the name that older torch has alone.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -129,7 +129,7 @@ def on_all_ranks(
         act: what this rank does; other ranks may do something else, or nothing.
         explain: returns the error to raise for one of this rank. What it raises ends this rank
             alone: for an error that every rank has.
-        gather: as in `raise_on_all_ranks`.
+        gather: collects one object of each rank; over the default group if `None`.
 
     Returns:
         What this rank's action returns.

@@ -233,7 +233,7 @@ def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> Non
     Args:
         model: the model of the plan, before it is sharded, or its tree, whose `recall` is entered
             when blocks run again.
-        plan: from `plan_activation`.
+        plan: modules to wrap, from `plan_activation`.
 
     Source:
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py

@@ -66,7 +66,7 @@ class Transformation(ABC, Generic[Plan]):
         Args:
             settings: of the run, which may not ask for this transformation.
             items: callbacks, algorithms and optimizers.
-            microbatch_size: of training, as it is written.
+            microbatch_size: the Trainer's `device_train_microbatch_size`, a number or "auto".
 
         Raises:
             ConfigError: naming the first of them.
@@ -100,8 +100,8 @@ class Transformation(ABC, Generic[Plan]):
         Collective: no, but for a `Parallelism` of `parallel.parallelism`, which returns its ranks.
 
         Args:
-            tree: of the model.
-            plan: of this transformation.
+            tree: the model that is changed.
+            plan: what `plan` returned.
             mesh: the axes that FSDP2 will shard over.
         """
         self.apply(tree, plan)
@@ -110,9 +110,9 @@ class Transformation(ABC, Generic[Plan]):
         """Finishes the transformation after `fully_shard`. Collective: no.
 
         Args:
-            tree: of the model.
-            plan: of this transformation.
-            units: of the model, by name.
+            tree: the model that is changed.
+            plan: what `plan` returned.
+            units: name in the plan -> sharded module.
         """
 
     def describe(self, plan: Plan) -> str:

@@ -61,7 +61,7 @@ class Statistics:
             logits: `(tokens, classes of this rank)`.
             targets: `(tokens,)`, the same on all ranks of the group.
             ignored: a target without a loss.
-            part: of this rank.
+            part: the classes of this rank, the last dim of `logits`.
 
         Raises:
             IndexError: for a target that is no class, on the CPU. On another device, where looking
@@ -113,8 +113,8 @@ def parallel_cross_entropy(
         logits: `(tokens, classes of this rank)`.
         targets: `(tokens,)`, the same on all ranks of the group.
         ignored: a target whose loss and gradient are zero.
-        part: of this rank.
-        statistics: of these logits and targets.
+        part: the classes of this rank, the last dim of `logits`.
+        statistics: `Statistics.of` these logits and targets.
     """
     return _CrossEntropy.apply(logits, targets, ignored, part, statistics)  # pyright: ignore[reportReturnType]
 

@@ -74,7 +74,7 @@ def convert_to_sharded(
         source: an open checkpoint.
         destination: a path where nothing is yet, or an empty folder.
         max_file_bytes: a new file begins where this would be exceeded.
-        advance: told how far it is.
+        advance: called after each part with its bytes and those of all parts.
 
     Raises:
         CheckpointError: the source is damaged, or the destination cannot be written.
@@ -153,7 +153,7 @@ def write_full(
         source: an open checkpoint.
         destination: a path where nothing is yet. Tensors are put together in a file without a name
             beside it, not in memory.
-        advance: told how far it is.
+        advance: called after each part with its bytes and those of all parts.
         trained: takes the trained weights in place of EMA's averages.
 
     Raises:
@@ -200,7 +200,7 @@ def map_copies(
     Args:
         source: an open checkpoint.
         keys: name -> key of a tensor.
-        folder: has room for them.
+        folder: on a disk with room for the tensors.
         advance: told the bytes of each tensor, and `total`.
         total: bytes of all that is done.
         dtype: of floating point tensors; None keeps each as it is.

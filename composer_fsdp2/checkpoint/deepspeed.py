@@ -88,7 +88,7 @@ class DeepSpeedCheckpoint(Checkpoint):
     Floating point values beside fp32 weights, such as buffers in bf16, are widened to fp32.
 
     Args:
-        path: what the user gave.
+        path: a folder of DeepSpeed, a file in it, or the folder above.
         folder: the folder of one checkpoint, with the files of all ranks.
         prefix: see `open_any_checkpoint`.
 
@@ -298,8 +298,8 @@ def _from_vector(
     """Yields the parameters of one group of ZeRO 1 and 2.
 
     Args:
-        shapes: of the parameters.
-        parts: of the vector, by rank.
+        shapes: FQN -> shape, in the order of the vector.
+        parts: flat shards of the vector, by rank.
         paddings: elements behind each parameter, which newer versions have; or none.
     """
     start = 0

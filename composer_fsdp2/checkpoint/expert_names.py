@@ -53,7 +53,7 @@ class ExpertNames:
     """Finds the experts that a checkpoint has in another form than a model. Collective: no.
 
     Args:
-        saved: the checkpoint.
+        saved: an open checkpoint.
         model: FQNs of parameters and buffers of the model, in an order that all ranks have.
 
     Attributes:

@@ -68,7 +68,7 @@ def write_huggingface(
         source: an open checkpoint of a HuggingFaceModel.
         destination: a path where nothing is yet, or an empty folder.
         max_file_bytes: a new file begins where this would be exceeded.
-        advance: told how far it is.
+        advance: called after each part with its bytes and those of all parts.
         dtype: of all floating point weights; None keeps each as it is.
         config: a `config.json`, or a folder with one and perhaps the tokenizer's files, instead of
             those that the checkpoint holds.
@@ -192,7 +192,7 @@ def _adapter_names(
     Args:
         config: PEFT's, from the checkpoint.
         names: of all weights of the Hugging Face model that the checkpoint has.
-        path: the checkpoint, for the errors.
+        path: of the checkpoint; in error messages.
         embeddings: those of them with a row for each token.
         resized: whether the model has another number of tokens than its base, which PEFT answers
             by writing the embeddings whole.

@@ -66,7 +66,7 @@ def check_fit(
     Collective: no. No tensor is read.
 
     Args:
-        saved: the checkpoint.
+        saved: an open checkpoint.
         target: key -> value of the run, flattened, without the keys that are not to be loaded.
         strict: whether the model's names must be the same. If not, differences of its names are
             returned; differences of shape never are.
@@ -143,7 +143,7 @@ def check_groups(
     Args:
         saved: groups in the checkpoint, with the names of their parameters.
         run: those of the run's optimizer, with names too.
-        where: the checkpoint, for the error.
+        where: path of the checkpoint; in error messages.
 
     Raises:
         CheckpointError: the number of groups or the members of one differ, or the run would keep

@@ -26,7 +26,7 @@ class MuonFromAdamW:
     """Finds the state that Muon takes from a checkpoint of Adam's family. Collective: no.
 
     Args:
-        saved: the checkpoint.
+        saved: an open checkpoint.
         muon: names of the parameters that Muon makes orthogonal.
         adamw: names of those it steps by AdamW. Frozen ones are in neither.
 

@@ -206,9 +206,9 @@ def find_keys(
     Collective: no. Values of the model may be on meta.
 
     Args:
-        path: the folder, for the error.
+        path: of the folder; in error messages.
         stored: its tensors.
-        tree: of the model.
+        tree: the model to be filled.
 
     Returns:
         Name in the model -> key in the folder; keys of a head that is not part of this model.

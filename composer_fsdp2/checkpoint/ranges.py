@@ -38,8 +38,8 @@ class FileWindow(io.RawIOBase):
     """A range of an open file as a file of its own. Nothing is read ahead.
 
     Args:
-        descriptor: of the file, which stays open.
-        offset: where the range begins.
+        descriptor: number of the open file, which the window never closes.
+        offset: bytes before the range.
         length: of the range, which must not end after the file.
     """
 
@@ -113,10 +113,10 @@ def plan_ranges(
     read the same range then.
 
     Args:
-        shape: of the values.
+        shape: of the stored tensor.
         itemsize: bytes of a value.
         views: take parts of a tensor of this shape.
-        stored_bytes: of the archive with the values.
+        stored_bytes: size of the archive, headers included.
     """
     values = torch.empty(tuple(shape), device="meta")
     spans: list[tuple[int, int]] = []
@@ -149,7 +149,7 @@ def read_ranges(
     Collective: no. Returns `None` where the whole piece has to be read, also to say what is wrong.
 
     Args:
-        file: the archive of the piece.
+        file: the zip archive of one piece.
         where: file and key, for errors.
         spans: bytes to read, of `plan_ranges`.
         trusted: whether the user said that it may execute code.

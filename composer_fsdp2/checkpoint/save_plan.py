@@ -147,7 +147,7 @@ def _lay_out(fqn: str, pieces: list[tuple[int, int, Piece]]) -> _WrittenPieces:
     """Gives each piece to the lowest rank that has it, and checks that the pieces fill the tensor.
 
     Args:
-        fqn: of a value with this layout.
+        fqn: one value with this layout; in error messages.
         pieces: rank, place in a list of the caller's, and piece; by rank.
     """
     size = None if pieces[0][2] is None else pieces[0][2][0]

@@ -171,7 +171,7 @@ class FolderCheckpoint(Checkpoint):
     today, under `state`. No file is changed for that.
 
     Args:
-        path: the folder.
+        path: of the folder with `.metadata`.
         incomplete: opens it although files are missing, or are still to come.
         contents: what `read_contents` returns for the folder, which it is asked for by default.
         share: (i, n) looks at every n-th file from the i-th, so that ranks divide the work.
@@ -284,7 +284,7 @@ class FolderCheckpoint(Checkpoint):
         """Returns an object, or one piece of a tensor as it was saved, its checksum compared.
 
         Args:
-            index: of the piece.
+            index: FQN and offsets of the piece.
             file: its bytes, where `checked` has returned them already.
             views: take the parts of a tensor that are wanted. Other values may be left out, and
                 `compare_ranges` has to be called then.

@@ -56,7 +56,7 @@ def hidden(path: Path, token: str) -> Path:
     """Returns where something is written before it is complete; the suffix of the name stays.
 
     Args:
-        path: the name that it gets.
+        path: the name after `publish`.
         token: twelve hexadecimal digits that no other save has.
     """
     return path.with_name(f"{_INCOMPLETE}{token}.{path.name}")
@@ -98,7 +98,7 @@ def locked(path: Path, *, shared: bool = False) -> Generator[None]:
     The lock is on the folder and not on its name: it stays when the folder is renamed.
 
     Args:
-        path: is there.
+        path: a file or folder that exists.
         shared: by the nodes of one save, against those who want the lock alone.
     """
     handle = os.open(path, os.O_RDONLY)
@@ -146,7 +146,7 @@ def check_destination(path: Path, *, folder: bool) -> None:
     """Refuses to write over something.
 
     Args:
-        path: what is to be written.
+        path: the file or folder to be written.
         folder: whether it will be a folder; then it may be an empty one already.
 
     Raises:
@@ -175,7 +175,7 @@ def staged(
     Whatever goes wrong, Ctrl-C included, nothing stays behind. See [Note: visible at once].
 
     Args:
-        destination: what is to be written.
+        destination: the file or folder to be written.
         folder: whether it will be a folder, or a file; it is there and empty.
         replace: whether a file that is there may be replaced, and folders above be made; else see
             `check_destination`.
@@ -223,7 +223,7 @@ def publish(
 
     Args:
         temporary: a name of `hidden`.
-        destination: the name that it gets.
+        destination: the final name, on the same file system.
         publications: what the run has written; what another one has is not replaced.
         replace: whether something that is there may be replaced; else see `check_destination`.
 

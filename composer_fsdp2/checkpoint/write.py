@@ -64,11 +64,11 @@ _SAID = ("could not be written", "was written by another run")
 
 @dataclass(frozen=True, slots=True)
 class Savers:
-    """Who takes part in a sharded save.
+    """Holds the groups of ranks that take part in a sharded save.
 
     Attributes:
         everyone: all ranks; `None` is the default group.
-        writers: those that hold one copy of the parameters; `None` is everyone.
+        writers: the ranks of one replica; `None` is all ranks.
         writes: whether this rank is one of them.
         node: the number of this rank's machine, or the first rank on it.
     """
@@ -119,7 +119,7 @@ def write_sharded(
     Args:
         state_dict: nested; DTensors are written as the shards they are.
         folder: where this rank's file appears when it is complete. What is there is replaced.
-        savers: who takes part.
+        savers: groups of the ranks that save.
         planner: what decides who writes which piece.
         announce: called on every rank when the checkpoint is complete and visible.
         publications: what the run has written; what another one has is not replaced.
@@ -188,7 +188,7 @@ def together(
     Args:
         group: all ranks that call this; `None` is the default group.
         act: writes, or prepares to.
-        path: the checkpoint.
+        path: of the checkpoint; in error messages.
         when: whether this rank acts.
 
     Raises:

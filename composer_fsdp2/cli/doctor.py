@@ -119,7 +119,7 @@ def diagnose(
     """Looks at the machine, and at a run if one is given.
 
     Args:
-        config: the run.
+        config: path of the run's YAML.
         overrides: settings replaced in it.
         ranks: of the run; `None` for what `train` would start here.
         gpus_per_node: where it would run; `None` for here.

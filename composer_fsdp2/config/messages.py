@@ -86,8 +86,8 @@ def invalid_value(
 
     Args:
         key: the setting; dots lead into mappings.
-        value: as it was given.
-        expected: the values it can have.
+        value: as the user wrote it.
+        expected: the values that the setting takes, in words.
         choices: words among them, of which the nearest is shown.
         example: a whole valid line, for settings that are mappings.
     """

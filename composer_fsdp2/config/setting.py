@@ -377,7 +377,7 @@ def mapping(
     """Takes a mapping that becomes a dataclass whose fields are declared by `setting`.
 
     Args:
-        spec: the dataclass.
+        spec: class of the result.
         example: a whole valid line.
         expected: names the mapping and the other values, if there are any.
         others: values that may stand there instead of a mapping.

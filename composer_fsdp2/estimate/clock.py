@@ -113,7 +113,7 @@ def preparing_seconds(units: int, shard_ranks: int) -> float:
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_common.py#L121.
 
     Args:
-        units: that are made.
+        units: number of calls of `fully_shard`.
         shard_ranks: ranks over which each parameter is cut.
     """
     return units * (5.1e-9 * shard_ranks**2 + 9 * 2 * 1.3e-6 * shard_ranks)

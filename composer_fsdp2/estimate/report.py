@@ -68,7 +68,7 @@ def answer_lines(
 
     Args:
         forecast: bytes and FLOPs of the step.
-        settings: those whose change is proposed.
+        settings: of the forecast; changes to them are proposed.
         batch: rows of the step over all ranks, rows of a microbatch, tokens of a row.
         gpu: gives seconds and tokens a second; neither is shown without it.
         memory_gib: memory of a GPU in GiB; `None` leaves out whether the step fits.

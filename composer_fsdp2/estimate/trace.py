@@ -168,7 +168,7 @@ def observe_steps(
         optimizer: over the run's sharded parameters.
         work: the batches of a step.
         mode: that of the fake tensors, if tensors are fake.
-        state_only: as in `trace_steps`.
+        state_only: steps the optimizer with gradients of zeros, and runs no forward.
     """
     axes = list(run.shape.axes)
     counter = CollectiveCounter(work.ranks_per_node, *axes if len(axes) == 1 else ())

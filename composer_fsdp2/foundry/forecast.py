@@ -39,8 +39,8 @@ def forecast_run(
     """Predicts one step of a rank. Collective: no. `torch.distributed` must not be initialised.
 
     Args:
-        parts: of the rehearsal.
-        cluster: where the run would take place.
+        parts: model, optimizer and loaders that `rehearse` built.
+        cluster: ranks, ranks per node and their devices.
         changes: settings that replace those of the run.
         rows: samples of a microbatch, in place of the run's.
 
@@ -117,10 +117,10 @@ def search_run(
     """Searches settings of a run; see `estimate.search`. Collective: no.
 
     Args:
-        parts: of the rehearsal.
-        cluster: where the run would take place.
-        gpu: that it runs on.
-        memory_gib: of the GPU.
+        parts: model, optimizer and loaders that `rehearse` built.
+        cluster: ranks, ranks per node and their devices.
+        gpu: speed of every rank's GPU.
+        memory_gib: of one GPU.
 
     Raises:
         PlanError: the model cannot be prepared.

@@ -143,7 +143,7 @@ def wrong_kinds(where: str, called: Any, block: Mapping[Any, Any]) -> Iterator[s
     Args:
         where: the beginning of the keys, with its dot.
         called: declares the arguments, with types.
-        block: the values.
+        block: key -> value, as in the YAML.
     """
     declares = getattr(called, "__init__", called) if isinstance(called, type) else called
     try:
@@ -201,7 +201,7 @@ def _unread(
 
     Args:
         where: the block's place in the run.
-        title: of what it describes.
+        title: noun for the thing that the block describes.
         names: of arguments, as signatures have them.
         block: a part of the run.
         read_too: others that are read; `None` if an unknown argument is refused when the part is

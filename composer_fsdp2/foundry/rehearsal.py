@@ -128,7 +128,7 @@ def rehearse(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> R
 
     Args:
         cfg: the run with its overrides, interpolations as they are written.
-        cluster: where it would take place.
+        cluster: ranks, ranks per node and their devices.
         plan_only: builds what the plan depends on, without data and tokenizer: [Note: plan only].
     """
     rehearsal = Rehearsal()

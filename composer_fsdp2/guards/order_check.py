@@ -205,7 +205,7 @@ class OrderCheck(StepListener):
 
         Args:
             total: the sum over the ranks of the first of their `terms`.
-            squares: of the second.
+            squares: the sum over the ranks of the second.
 
         Raises:
             PlanError: on every rank, with the first difference.

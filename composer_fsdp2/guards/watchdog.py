@@ -69,7 +69,7 @@ class CollectiveWatchdog:
     """Keeps the last unit this rank entered, and tells the other ranks when none follows.
 
     Args:
-        timeout_seconds: of the collectives.
+        timeout_seconds: after which the backend ends a collective.
     """
 
     def __init__(self, timeout_seconds: float) -> None:

@@ -80,7 +80,7 @@ def apply_local_step(
     Collective: yes, for an optimizer that is not known.
 
     Args:
-        optimizer: holds sharded parameters.
+        optimizer: over sharded parameters.
         setting: `local_step` of the run.
         device: of the run; ranks agree there about an optimizer that is not known.
         state: `optimizer_state` of the run, which `check_optimizer_state` has let pass.

@@ -126,7 +126,7 @@ class LocalStep:
         """Returns a shallow copy of the optimizer that holds this rank's shards.
 
         Args:
-            optimizer: holds the sharded parameters.
+            optimizer: over sharded parameters.
             params: for each group the parameters that are stepped.
             others: state under keys that are no sharded parameters.
         """

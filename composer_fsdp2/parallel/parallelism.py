@@ -166,9 +166,9 @@ class Parallelism(Transformation[Plan]):
 
         Args:
             tree: the model, before anything is changed.
-            plan: from `plan`.
+            plan: what `plan` returned.
             units: the plan of FSDP2's units, after `adjust_units`.
-            shape: the axes of the run's mesh.
+            shape: sizes of the run's mesh axes.
         """
         return None
 

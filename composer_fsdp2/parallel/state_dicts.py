@@ -59,7 +59,7 @@ def change_optimizer_state_dicts(
     Collective: no, but each state dict is from then on, as the functions are.
 
     Args:
-        optimizer: has sharded parameters.
+        optimizer: over sharded parameters.
         kind: class of the forms that are changed.
         show: returns the states that a state dict shows, given parameters and their forms by the
             numbers that the state dict has for them, and the states of this rank.

@@ -237,8 +237,8 @@ def check_features(items: tuple[Any, ...], microbatch_size: Any, settings: Any) 
 
     Args:
         items: algorithms, callbacks and optimizers.
-        microbatch_size: as it was written.
-        settings: of FSDP2, parsed.
+        microbatch_size: the Trainer's `device_train_microbatch_size`, a number or "auto".
+        settings: the parsed settings of FSDP2.
 
     Raises:
         PatchError: naming the feature.

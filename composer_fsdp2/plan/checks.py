@@ -130,8 +130,8 @@ def check_model(
     Linear in the number of modules.
 
     Args:
-        tree: the model.
-        units: of the plan.
+        tree: the model before sharding.
+        units: all units of the plan.
         refs: the parameters that are to be sharded.
         ties: those of them that are one weight.
     """

@@ -88,10 +88,10 @@ def move_units(
     """Moves units out of optional modules and out of graphs. Collective: no.
 
     Args:
-        tree: of the model.
+        tree: the model before sharding.
         optional: names of modules that some rank may leave out of a step.
         chosen: decision of each unit by id(module); is changed.
-        problems: is added to.
+        problems: sentences about the plan; some are appended.
 
     Returns:
         id of the modules that may be no units.

@@ -37,7 +37,7 @@ def select_modules(
     """Returns the modules of patterns of names and of classes, by name.
 
     Args:
-        tree: of the model.
+        tree: the model whose modules are matched.
         key: the setting that holds the names; `classes` stands beside it.
         names: globs, or `re:` and a regular expression.
         classes: names of classes.

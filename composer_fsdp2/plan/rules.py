@@ -179,7 +179,7 @@ def with_fp32_islands(
         tree: of the whole model.
         patterns: of the modules; `None` is what Hugging Face models list.
         gathered_in: dtype in which units are gathered; `None` is the parameters' own.
-        rules: as for `plan_wrapping`.
+        rules: decide about each module, the first answer counts.
 
     Raises:
         PlanError: for a pattern that matches nothing.

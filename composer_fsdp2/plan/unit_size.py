@@ -227,7 +227,7 @@ def frozen_elements(model: nn.Module, plan: WrapPlan) -> dict[str, int]:
 
     Args:
         model: on any device, before it is sharded.
-        plan: of this model.
+        plan: made for `model`.
 
     Returns:
         The number of elements over all ranks, by the name of a unit (its first module).

@@ -61,7 +61,7 @@ class PreparePlan:
     Args:
         model: a ComposerModel or any module, on any device, not sharded yet.
         optimizers: an optimizer of the model's parameters, or several; or `None`.
-        settings: from `resolve_settings`.
+        settings: what `resolve_settings` returned.
         precision: a name of Composer or its `Precision`; `None` is fp32.
         device: where the shards live, as Composer names it; `None` is the best there is.
         mesh: the mesh of the run, where the caller has built it.

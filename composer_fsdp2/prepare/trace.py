@@ -57,7 +57,7 @@ def preparing(
     """Returns a function that shards a model of fake tensors.
 
     Args:
-        settings: from `traced_settings`.
+        settings: what `traced_settings` returned.
         precision: a name of Composer, as on GPUs; Composer would refuse some on a CPU.
         steps_together: step all tensors of a group at once, which is the default of torch's
             optimizers on GPUs, and takes temporary tensors as large as the shards.

@@ -163,10 +163,10 @@ def apply_plan(
 
     Args:
         model: the model the plan was made for.
-        plan: from `plan_wrapping`.
+        plan: units of the model, from `plan_wrapping`.
         mesh: 1-D, or 2-D with (replicate, shard); its device type is where the shards live.
         precision_of: mixed precision of a unit; none by default.
-        forward_methods: from `check_forward_methods`.
+        forward_methods: (module, method), from `check_forward_methods`.
         rank0_has_values: false when rank 0 is on meta, wholly or in part.
         some_on_meta: false when every rank holds all values; tensors that are neither parameter
             nor buffer then stay what each rank has.

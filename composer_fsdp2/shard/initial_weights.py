@@ -64,7 +64,7 @@ class MetaDeviceReport:
         """Looks at every parameter, buffer and tensor attribute. Collective: no.
 
         Args:
-            tree: the model.
+            tree: the model before sharding.
             sourced: names that are left out, because a source has their values.
         """
         tensors = [(ref.name, ref.param, True) for ref in tree.params]

@@ -36,7 +36,7 @@ def prepare_packed_weights(
     Args:
         tree: the model, not sharded yet.
         units: of the plan; what is in none is replicated.
-        device: where the run computes.
+        device: of forward and backward.
     """
     packed = [ref for ref in tree.params if is_packed(ref.param)]
     sharded = {name for unit in units for name in unit.params}

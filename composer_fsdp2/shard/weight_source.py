@@ -49,7 +49,7 @@ class SourcedWeights:
         tree: the model, not sharded yet.
         source: has the values; `None` knows no names.
         device: where parameters that are not sharded live.
-        shards_on: where shards live.
+        shards_on: device of the shards.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Accumulation:
                     model(microbatch).backward()
 
     Args:
-        units: the FSDP units by name.
+        units: name in the plan -> sharded module.
         sync: `every` microbatch; the `last` one only; or `reduce_scatter_only` on every microbatch
             and the all-reduce of HSDP on the last one.
         kept: names of units whose parameters stay gathered from the first microbatch to the last.

@@ -122,7 +122,7 @@ class Agreement:
         """Returns what the first rank answers to this rank's plain value. Collective: yes.
 
         Args:
-            value: of this rank.
+            value: this rank's value, of plain types.
             answer: called on the first rank with the values of all, in order; returns an answer to
                 each. It must not raise, because the others wait.
         """
@@ -209,9 +209,9 @@ def connected(
     is of no use to them. The first arguments are those of `gloo_groups`.
 
     Args:
-        timeout: of collectives.
+        timeout: of each collective of the groups.
         device: of the default group's collectives.
-        lost: what ranks do without.
+        lost: feature that is off without the groups; in the warning.
         ranks: those that agree; all of them by default.
     """
     ranks = range(dist.get_world_size()) if ranks is None else ranks

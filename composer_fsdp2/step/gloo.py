@@ -42,7 +42,7 @@ def gloo_groups(
 
     Args:
         members: the ranks of each group, those of other ranks too.
-        timeout: of their collectives.
+        timeout: of each collective of the groups.
         device: of the default group's collectives.
         lost: follows in the warning: what the ranks do without, and what to do about it.
     """

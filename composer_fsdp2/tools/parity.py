@@ -175,7 +175,7 @@ def check_same(old: DictConfig, new: DictConfig, *, allow: bool = False) -> list
     """Refuses two configurations of different jobs.
 
     Args:
-        old: the run as it was.
+        old: the run before its migration.
         new: the run with FSDP2.
         allow: whether to return the settings that differ instead, as a note for the user.
 

@@ -146,7 +146,7 @@ def plan_picture(
     Collective: no. Needs matplotlib.
 
     Args:
-        plan: of a model.
+        plan: units to draw.
         frozen: elements that are not trained, by the name of the unit (its first module).
         title: of the drawing; the numbers of units and parameters stand below it.
         step: whose memory is drawn below the units.
@@ -257,7 +257,7 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[PictureRow]:
     counted in a last row. Collective: no.
 
     Args:
-        plan: of a model.
+        plan: units to draw.
         frozen: elements that are not trained, by the name of the unit (its first module).
     """
     order = {unit.module: index for index, unit in enumerate(plan.units)}
@@ -370,7 +370,7 @@ def comparison_picture(
     Args:
         comparison: of the runs, as `composer-fsdp2 parity` makes it.
         names: of the old and the new run, for the legend.
-        title: of the drawing.
+        title: text above the drawing.
         quantities: attributes of the steps.
     """
     from matplotlib.figure import Figure

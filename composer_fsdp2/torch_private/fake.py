@@ -113,7 +113,7 @@ class _Mode(FakeTensorMode):
         """Returns the result of a frequent operator; `None` for others.
 
         Args:
-            func: the operator.
+            func: overload of the operator.
             args: positional arguments of the operator.
             kwargs: keyword arguments of the operator.
             tensors: the tensors among `args`, also in lists.

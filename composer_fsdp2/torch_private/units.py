@@ -276,7 +276,7 @@ def free_after_forward(group: Any, how: Any) -> None:
     """Sets whether a group is freed after forward.
 
     Args:
-        group: of a unit.
+        group: torch's `FSDPParamGroup` of a unit.
         how: `True`, `False`, or the result of `frees_after_forward`.
     """
     # Torch frees by the mesh in this field: the unit's own frees all, a smaller one keeps a part,
@@ -439,7 +439,7 @@ def attach(group: Any, hear: Callable[[str], bool]) -> None:
     """Replaces the methods in which torch's group changes state, once for all listeners.
 
     Args:
-        group: of a unit.
+        group: torch's `FSDPParamGroup` of a unit.
         hear: is called with the name of an event just before torch acts, or afterwards for
             `after_...`; for `may_free` and `may_reduce` it returns whether torch may act now.
 

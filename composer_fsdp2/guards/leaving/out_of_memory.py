@@ -101,7 +101,7 @@ class OOMGuard(StepListener):
     costs two small reductions and a wait for the device.
 
     Args:
-        run: of the model.
+        run: the run whose steps are guarded.
         agree: otherwise a rank only makes sure that there is memory for a collective before it
             enters the collective, and something else brings the ranks out.
 

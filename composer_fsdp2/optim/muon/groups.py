@@ -199,7 +199,7 @@ def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, MatrixChoice]:
     Collective: no.
 
     Args:
-        tree: the model, sharded or not.
+        tree: a model, sharded or not.
         overrides: globs of the user, which come first.
 
     Returns:

@@ -61,7 +61,7 @@ def attend(
     """Attends over the full sequence, see [Note: masks]. Collective: yes, over the group.
 
     Args:
-        shared: the sequence of this forward.
+        shared: mask and positions of the full sequence in this forward.
         method: `ulysses` or `gather_kv`.
         call: how the module computes.
         query: (batch, heads, local positions, size).

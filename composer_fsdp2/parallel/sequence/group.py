@@ -99,14 +99,14 @@ class SequenceGroup(SameBatchGroup):
             attention: its attention modules, by name.
             group: ranks that share each sequence.
             method: `ulysses` or `gather_kv`.
-            frees: as of `attend`.
+            frees: gathers keys and values again in backward, see `attend`.
             outermost: the module that is called with batches: the model, or the wrapper of adapters
                 that hands them on past the model's hooks.
             decoder: the module whose inputs are cut, where that is not the entry; see
                 [Note: images].
             learned: the embedding of positions, and how many there are.
             heads: modules that make logits, by name.
-            rules: of the model's masks.
+            rules: how the model makes its masks.
         """
         super().__init__(group)
         self.method, self._frees = method, frees

@@ -445,8 +445,8 @@ def connect_composer_model(
 
     Args:
         model: the root, of Composer's or another class.
-        own_labels: as of `SequenceGroup`.
-        loss_of_mean: as of `SequenceGroup`.
+        own_labels: `SequenceGroup.own_labels`.
+        loss_of_mean: `SequenceGroup.loss_of_mean`.
     """
     if _is_a(model, "HuggingFaceModel"):
         model.eval_forward = functools.partial(_eval_forward, own_labels, model, model.eval_forward)

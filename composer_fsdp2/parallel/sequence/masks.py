@@ -75,7 +75,7 @@ class SequenceParts:
 
         Args:
             gathered: along `dim` the parts of each rank, in the order of the ranks.
-            dim: the dimension of positions.
+            dim: tensor dim of positions.
         """
         if not self.is_balanced:
             return gathered

@@ -47,7 +47,7 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
 
     Args:
         tree: the model. Its references are to the new parameters afterwards.
-        plan: from `plan_layers`.
+        plan: layers and their cuts, from `plan_layers`.
         mesh: the tensor axis of the run's mesh.
     """
     modules = dict(tree.modules())

@@ -362,7 +362,7 @@ def finish_counts(
     What is left to the user keeps its value here, so that nothing is written in its place.
 
     Args:
-        context: of the site.
+        context: entries of the place that holds the settings.
         keys: of the dialect, with what they count.
         ranks: of the run, where the context does not know them.
         around: whether the keys stand around the site instead of in it.

@@ -480,7 +480,7 @@ def finish_deepspeed(context: Context, prefix: str, filled: Mapping[str, Any]) -
     """Resolves keys that depend on each other.
 
     Args:
-        context: of the site.
+        context: entries of the place that holds the settings.
         prefix: where DeepSpeed's table is in the dialect's, with a dot at its end.
         filled: values of the trainer around, which it fills in for keys that say `auto`; `None`
             for those it does not know.

@@ -46,7 +46,7 @@ class Document:
 
         Args:
             text: YAML or JSON.
-            name: what errors call it.
+            name: of the text, in error messages.
             is_new: whether an anchor in a replaced block can have broken the text.
 
         Raises:

@@ -90,7 +90,7 @@ def migrate(
 
     Args:
         text: YAML or JSON.
-        name: what errors call it.
+        name: of the text, in error messages.
         folder: where files are looked for that the configuration names; without it they are not.
         dialect: a key of `DIALECTS`; recognised from the content without it.
         world_size: ranks of the run, where settings depend on it.

@@ -243,7 +243,7 @@ def sequence_rows(key: str, nothing: Any = (1, None), method: str = "auto") -> t
     """Returns the rows of a degree of sequence or context parallelism.
 
     Args:
-        key: of the dialect.
+        key: the dialect's name of the setting.
         nothing: values that ask for none.
         method: the exchange that the dialect means; `auto` where FSDP2 has another one.
     """
@@ -361,7 +361,7 @@ def checkpointing_rows(key: str, on: bool = True) -> tuple[Row, ...]:
     """Returns the rows of a key that switches the recomputation of activations.
 
     Args:
-        key: of the dialect.
+        key: the dialect's name of the setting.
         on: its value that switches recomputation on; the other one switches it off.
     """
     reason = f"`{_AC}`" if on else f"`{_AC}`, the other way round"

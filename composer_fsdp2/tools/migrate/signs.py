@@ -58,8 +58,8 @@ def sharding_in(data: Mapping[str, Any], path: Path, value: Any, sites: Collecti
     """Says why a key that nothing was written for is about sharding all the same.
 
     Args:
-        data: the whole file.
-        path: of the key.
+        data: the whole file, parsed.
+        path: keys that lead to `value`.
         value: its value, a list with all that is in it.
         sites: mappings that hold settings of sharding, whose other keys are read with them.
 
@@ -198,8 +198,8 @@ def check_is_converted(name: str, data: Mapping[str, Any]) -> None:
     """Refuses a file of a trainer that `migrate` has no table for.
 
     Args:
-        name: what the error calls the file.
-        data: what is in it.
+        name: of the file, in the error message.
+        data: the file, parsed.
 
     Raises:
         ConfigError: it is one.
@@ -220,8 +220,8 @@ def check_is_run(path: File, cfg: DictConfig, *, trains: bool = True) -> None:
     """Refuses a file that another trainer or another command reads, and says which command.
 
     Args:
-        path: of the file.
-        cfg: what is in it.
+        path: of the file, in the error message.
+        cfg: the file, parsed.
         trains: whether it has to be a training run, and no evaluation.
 
     Raises:

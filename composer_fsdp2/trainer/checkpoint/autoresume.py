@@ -37,8 +37,8 @@ def search_save_folder(state: State, arguments: Mapping[str, Any]) -> None:
     warning then. Collective: yes.
 
     Args:
-        state: of the run.
-        arguments: of the Trainer, by name.
+        state: Composer's state of the run.
+        arguments: name -> argument of the Trainer.
 
     Raises:
         CheckpointError: on every rank, when the folder cannot be searched.

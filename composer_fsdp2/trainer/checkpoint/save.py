@@ -179,7 +179,7 @@ class _SavedState:
     """The state to save, and the place for it. Collective: yes.
 
     Args:
-        state: of the run.
+        state: Composer's state of the run.
         save_filename: the file this rank writes, or would.
         weights_only: leaves out all but the model.
         ignore_keys: left out, as in Composer's `save_ignore_keys`.

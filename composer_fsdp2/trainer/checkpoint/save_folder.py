@@ -66,10 +66,10 @@ def check_save_folder(
     """Refuses to save where checkpoints of a later time are. Collective: no.
 
     Args:
-        folder: of the run's checkpoints.
+        folder: `save_folder`, with placeholders or without.
         filename: of a full checkpoint in it; with a store, of the object.
         prefix: of a folder of shards, which lies where the file would.
-        run_name: of the run.
+        run_name: Composer's `run_name`.
         now: when the run begins.
         store: where `folder` is, if it is remote.
 

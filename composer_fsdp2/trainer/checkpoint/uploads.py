@@ -118,7 +118,7 @@ def check_uploads(saver: CheckpointSaver, *, wait: bool = False) -> None:
     Collective: yes, where the saver uploads.
 
     Args:
-        saver: of the run.
+        saver: the Trainer's callback that saves.
         wait: for all uploads, and not only for those that have ended.
 
     Raises:

@@ -79,7 +79,7 @@ class _Even(StepListener):
 
     Args:
         run: whose ranks agree on the number of microbatches.
-        spec: the DataSpec that is copied.
+        spec: is copied, so that the user's own stays as it is.
         unused: is told when a rank asks to compare which parameters were used.
     """
 
