@@ -187,7 +187,9 @@ class LooksAlways(LlavaForConditionalGeneration):
             return super().forward(input_ids=input_ids, pixel_values=pixel_values)
         layer, strategy = self.config.vision_feature_layer, "default"
         blank = self.get_image_features(pixel_values.new_zeros(1, 3, 8, 8), layer, strategy)
-        embedded = self.get_input_embeddings()(input_ids) + 0 * blank.sum()
+        # A list in an output of transformers 5.
+        features = sum(feature.sum() for feature in getattr(blank, "pooler_output", blank))
+        embedded = self.get_input_embeddings()(input_ids) + 0 * features
         return super().forward(inputs_embeds=embedded)
 
 
