@@ -40,6 +40,7 @@ from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     is_namedtuple,
     is_view,
+    register_first_forward_hook,
     tree_leaves,
     unsafe_view,
 )
@@ -136,9 +137,7 @@ class UnitHooks:
                 self._backward_hooks.append(
                     member.register_forward_pre_hook(self._note_recomputation)
                 )
-                self._backward_hooks.append(
-                    member.register_forward_hook(self._hook_outputs, prepend=True)
-                )
+                self._backward_hooks.append(register_first_forward_hook(member, self._hook_outputs))
 
     def hook_method(self, name: str) -> None:
         """Has another method of the unit gather, and treat its inputs, as `forward` does."""

@@ -83,7 +83,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             _GROUP: "fsdp_params device",
             _PARAM: "sharded_param _sharded_param_data init_dtype_attrs",
             _TENSOR: "_backward_hooks _post_accumulate_grad_hooks _is_view",
-            _MODULE: "_forward_pre_hooks",
+            _MODULE: "_forward_hooks _forward_pre_hooks",
             "torch.ops.aten": "_unsafe_view _local_scalar_dense",
             "torch.distributed.tensor:DTensor": "_op_dispatcher _local_tensor _spec",
             _DISPATCHER: "_custom_op_handlers",

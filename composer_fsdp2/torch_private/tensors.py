@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "PROFILER_MARKS",
@@ -57,6 +58,7 @@ __all__ = [
     "make_wrapper_subclass",
     "non_persistent_buffers",
     "post_accumulate_hooks",
+    "register_first_forward_hook",
     "root_mesh",
     "set_timeout",
     "sharded_like",
@@ -244,6 +246,20 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
     """Returns hooks of `register_forward_pre_hook`."""
     return list(module._forward_pre_hooks.values())
+
+
+def register_first_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Registers a hook after forward that runs before all others.
+
+    `prepend` moves a key of an `OrderedDict` and leaves it last in the dict underneath, whose order
+    graphs of torch 2.7 go by: they would compare each hook with another one.
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/_dynamo/guards.py
+    """
+    others = list(module._forward_hooks)
+    handle = module.register_forward_hook(hook)
+    for key in others:
+        module._forward_hooks[key] = module._forward_hooks.pop(key)
+    return handle
 
 
 @contextlib.contextmanager
