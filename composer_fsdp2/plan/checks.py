@@ -23,16 +23,19 @@ from composer_fsdp2.plan.held_tensors import held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, is_packed, memory_of
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.plan.wrap_plan import ShardUnit
-from composer_fsdp2.text import child_name, listed, quoted
+from composer_fsdp2.text import child_name, listed, quoted, size_text
 from composer_fsdp2.torch_private.units import gathers_integers
 
-__all__ = ["check_model", "left_whole", "refuse_gradients", "refuse_unreadable"]
+__all__ = ["check_model", "few_rows", "left_whole", "refuse_gradients", "refuse_unreadable"]
 
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes that every backend sends and autograd takes for weights"""
 
 _LARGE_BYTES = 2**24
 """so much whole on every rank is worth a warning"""
+
+_UNEVEN_BYTES = 2**30
+"""so much more on one rank than its share is worth a warning"""
 
 _SHOWN = 5
 """at most so many parameters that are held elsewhere are named"""
@@ -90,6 +93,35 @@ def refuse_gradients(tree: ModuleTree) -> None:
             "step would go without it, because shards begin with no gradient. Prepare the model "
             "before the first backward, or clear the gradients: `model.zero_grad()`."
         )
+
+
+def few_rows(tree: ModuleTree, units: Iterable[ShardUnit], ranks: int) -> tuple[str, str] | None:
+    """Says that some ranks keep much more than their share, and what to write; `None` if not so.
+
+    FSDP2 gives whole rows to ranks. Of a tensor with all experts of a layer, an expert is a row.
+
+    Args:
+        tree: the model before sharding.
+        units: all units of the plan.
+        ranks: over which a unit is sharded.
+    """
+    owned = {name for unit in units for name in unit.params}
+    refs = {id(ref.param): ref for ref in tree.params if ref.name in owned and ref.param.ndim}
+    few = {ref.name: ref.param for ref in refs.values() if 0 < len(ref.param) < ranks}
+    excess = sum(param.nbytes // len(param) - param.nbytes // ranks for param in few.values())
+    if excess < _UNEVEN_BYTES:
+        return None
+    rows = min(map(len, few.values()))
+    names = sorted(few, key=lambda name: -few[name].nbytes)
+    return (
+        f"{listed(names, 2)} have fewer rows than the {ranks} ranks that shard "
+        f"them, and FSDP2 gives a rank whole rows: some ranks keep {size_text(excess)} of weights "
+        "more than their share, with gradients and optimizer state to them, and each collective "
+        "sends as much padding. More ranks change nothing.",
+        "Where these are experts, have ranks hold them between them: ep: {degree: "
+        f"{rows}}} beside fsdp2, or a divisor. Else shard over {rows} ranks at most "
+        "(data_parallel_shard_degree), with replicas (data_parallel_replicate_degree: -1).",
+    )
 
 
 def left_whole(refs: Collection[ParamRef], weight_of: Mapping[int, int]) -> set[int]:

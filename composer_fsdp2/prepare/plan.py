@@ -27,7 +27,7 @@ from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.elementwise import check_optimizer_state, known_as
 from composer_fsdp2.optim.local import MatrixOptimizer
-from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
+from composer_fsdp2.plan.checks import few_rows, refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, packing_text
@@ -131,6 +131,10 @@ class PreparePlan:
         self.groups = None if muon is None else muon.plan_groups(tree)
         folder = settings.pretrained_weights
         self.weights = None if folder is None else _open_weights(folder, tree)
+        # Experts over ranks are sharded on a mesh of their own.
+        uneven = settings.expert_parallel is None
+        self.few_rows = few_rows(tree, self.units.units, shape.shard) if uneven else None
+        """tensors that leave some ranks without a shard, and what to write"""
         self._linear = {name for name, module in tree.modules() if isinstance(module, nn.Linear)}
 
     def _plan_units(self, conditional: list[str]) -> WrapPlan:

@@ -34,6 +34,7 @@ from llmfoundry.utils.registry_utils import import_file
 
 from composer_fsdp2 import prepare_fully_shard
 from tests.support import yaml_memory, yaml_models
+from tests.support.experts import STACKED
 from tests.support.yaml_memory import ROOT, RUNS, Run, commands_of, memory_of, plain, runs_of
 
 YAMLS = sorted((ROOT / "yamls").rglob("*.yaml"))
@@ -93,6 +94,11 @@ twelve_by_default = pytest.mark.table(
     "pretrain/qwen3-30b-a3b.yaml",
     "pretrain/qwen3-8b.yaml",
 )
+
+
+def _skip_lists_of_experts(path: Path) -> None:
+    if STACKED and path.stem.startswith("mixtral"):
+        pytest.skip("transformers has no lists of experts")  # its file says what to write
 
 
 def load(path: Path) -> DictConfig:
@@ -267,6 +273,7 @@ def test_its_batch_divides(path: Path):
 )
 @every_run
 def test_its_table_is_computed(path: Path):
+    _skip_lists_of_experts(path)
     assert yaml_memory.with_table(path) == path.read_text()
 
 
@@ -278,6 +285,7 @@ def test_its_table_is_computed(path: Path):
 )
 @every_run
 def test_the_memory_it_states_is_enough(path: Path):
+    _skip_lists_of_experts(path)
     for run in runs_of(path):
         assert memory_of(run).together <= ROOM * run.gpu_gb * yaml_memory.GB
 

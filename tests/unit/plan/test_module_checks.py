@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.checks import few_rows
 from composer_fsdp2.plan.held_tensors import held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, memory_of
 from composer_fsdp2.plan.planner import plan_wrapping
@@ -259,3 +260,22 @@ def test_a_class_that_begins_with_a_mixin_of_another_layout(bases: tuple[type, .
         plan_wrapping(inner, [by_class(kind)])
     plan(types.new_class("Turned", bases[::-1])(2, 2))  # nn.Module is first
     plan(types.new_class("Usual", (Plain, nn.Linear))(2, 2))
+
+
+def test_tensors_that_leave_ranks_without_a_shard_are_told():
+    model = nn.Module()
+    model.router = nn.Linear(4096, 8, device="meta")
+    model.experts = nn.ParameterList(torch.empty(8, 2**13, 2**13, device="meta") for _ in range(6))
+    model.wide = nn.Linear(2**13, 2**15, device="meta")
+    model.forward = lambda: None
+    tree = ModuleTree.read(model)
+    units = plan_wrapping(tree, [root_rule]).units
+    told = few_rows(tree, units, 32)
+    assert told is not None
+    assert told[0].startswith(
+        "'experts.0', 'experts.1' and 6 more have fewer rows than the 32 ranks"
+    )
+    assert "keep 1.125 GiB of weights more than their share" in told[0]
+    assert "ep: {degree: 8}" in told[1]
+    assert few_rows(tree, units, 8) is None
+    assert few_rows(tree, units, 10) is None  # a rank in ten more than its share is no matter

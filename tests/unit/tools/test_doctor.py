@@ -132,10 +132,10 @@ CASES: dict[str, tuple[Machine, RunFacts | None, str, str, str]] = {
         "`ip address`",
     ),
     "open files": (
-        machine(open_files=1024),
+        machine(open_files=256),
         run({**HSDP, "async_save": True}, ranks=512),
         "warning",
-        "each of 512 ranks has about 1214 open",
+        "each of 512 ranks has about 284 open",
         "ulimit -n 65536",
     ),
     "no copy engines": (
