@@ -63,6 +63,8 @@ def answer_lines(
     batch: Batch,
     gpu: Gpu | None = None,
     memory_gib: float | None = None,
+    *,
+    first: str = "",
 ) -> Iterator[str]:
     """Yields the short answer: whether the step fits, its tokens, its seconds, a change to try.
 
@@ -72,6 +74,7 @@ def answer_lines(
         batch: rows of the step over all ranks, rows of a microbatch, tokens of a row.
         gpu: gives seconds and tokens a second; neither is shown without it.
         memory_gib: memory of a GPU in GiB; `None` leaves out whether the step fits.
+        first: a change to try before all that follow from the bytes.
     """
     size, moment = size_text(forecast.peak_bytes), f"most in {forecast.moment}"
     times = step_times(forecast, gpu) if gpu is not None and forecast.flops else None
@@ -97,7 +100,9 @@ def answer_lines(
             f"a second and GPU: {times.compute:.3f} s of compute at half of {gpu.flops / 1e12:g} "
             f"TFLOP/s, {waits}."
         )
-    if memory_gib is not None and (change := _change(forecast, settings, batch, times, memory_gib)):
+    if memory_gib is None:
+        return
+    if change := first or _change(forecast, settings, batch, times, memory_gib):
         yield f"Try first: {change}"
 
 

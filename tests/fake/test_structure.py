@@ -6,6 +6,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from composer_fsdp2 import ConfigError, prepare_fully_shard, uninstall
 from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.patches import install_for_foundry
+from composer_fsdp2.plan import checks
 from composer_fsdp2.shard.device_mesh import with_cpu_backend
 from composer_fsdp2.torch_private.fake import fake_ranks
 from composer_fsdp2.torch_private.tensors import layouts_of
@@ -302,3 +304,24 @@ def test_order_of_models(as_rank: Join, make: Callable[[], tuple[nn.Module, str]
     back = [*[""] * (order[0] == ""), *reversed(order[order[0] == "" :])]
     found = followers(units, "_states_to_backward_prefetch")
     assert found == dict(itertools.pairwise(back))
+
+
+class StackedExperts(nn.Module):
+    """Has all experts of a layer in one tensor, as transformers 5."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(experts, 96) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(("experts", "warns"), [(8, True), (128, False)])
+def test_fewer_rows_than_ranks_are_told(
+    as_rank: Join, monkeypatch: pytest.MonkeyPatch, experts: int, warns: bool
+):
+    monkeypatch.setattr(checks, "_UNEVEN_BYTES", 1)
+    as_rank(0)
+    with pytest.warns(match="fewer rows than the 64 ranks") if warns else nullcontext():
+        prepare_fully_shard(StackedExperts(experts), None, {})

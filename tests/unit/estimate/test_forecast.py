@@ -293,3 +293,5 @@ def test_a_step_that_waits_for_collectives_takes_more_rows(monkeypatch):
     *_, seconds, last = answer_lines(found, parse_config({}), BATCH, GPUS["H100"], 80.0)
     assert "most of all" in seconds
     assert last.startswith("Try first: device_train_microbatch_size: 4")
+    *_, last = answer_lines(found, parse_config({}), BATCH, GPUS["H100"], 80.0, first="that.")
+    assert last == "Try first: that."
