@@ -575,8 +575,8 @@ def _plan(
                 rehearsal.sizes = planned.step.sizes(
                     plan.tree, planned.plan, plan.units, plan.shape
                 )
-        if plan.few_rows is not None:
-            rehearsal.add(*plan.few_rows, level="warning")
+        if (uneven := plan.few_rows) is not None:
+            rehearsal.add(*uneven, level="warning")
         rehearsal.units = plan.units
         if trainer_args["optimizers"] is not None:
             rehearsal.parts = Parts(

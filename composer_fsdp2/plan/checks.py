@@ -96,14 +96,18 @@ def refuse_gradients(tree: ModuleTree) -> None:
 
 
 def few_rows(tree: ModuleTree, units: Iterable[ShardUnit], ranks: int) -> tuple[str, str] | None:
-    """Says that some ranks keep much more than their share, and what to write; `None` if not so.
+    """Finds tensors with fewer rows than ranks, which leave some ranks without a shard.
 
-    FSDP2 gives whole rows to ranks. Of a tensor with all experts of a layer, an expert is a row.
+    FSDP2 gives whole rows to ranks. In a tensor with all experts of a layer, each row is an expert.
+    Collective: no.
 
     Args:
         tree: the model before sharding.
         units: all units of the plan.
-        ranks: over which a unit is sharded.
+        ranks: number of ranks that shard a unit.
+
+    Returns:
+        The problem and the advice, or `None` if no rank keeps 1 GiB more than its share.
     """
     owned = {name for unit in units for name in unit.params}
     refs = {id(ref.param): ref for ref in tree.params if ref.name in owned and ref.param.ndim}
@@ -111,8 +115,8 @@ def few_rows(tree: ModuleTree, units: Iterable[ShardUnit], ranks: int) -> tuple[
     excess = sum(param.nbytes // len(param) - param.nbytes // ranks for param in few.values())
     if excess < _UNEVEN_BYTES:
         return None
-    rows = min(map(len, few.values()))
     names = sorted(few, key=lambda name: -few[name].nbytes)
+    rows = len(few[names[0]])  # not those of a small one, as a gate with one row
     return (
         f"{listed(names, 2)} have fewer rows than the {ranks} ranks that shard "
         f"them, and FSDP2 gives a rank whole rows: some ranks keep {size_text(excess)} of weights "

@@ -202,8 +202,8 @@ def prepare_fully_shard(
     with _explained_group():
         everyone = raise_on_all_ranks(facts, error)
     assert plan is not None
-    if plan.few_rows is not None and distributed.get_rank() == 0:
-        warnings.warn(" ".join(plan.few_rows), stacklevel=2)
+    if distributed.get_rank() == 0 and (uneven := plan.few_rows) is not None:
+        warnings.warn(" ".join(uneven), stacklevel=2)
     reports = [MetaDeviceReport(*fact["~meta"]) for fact in everyone]
     check_meta_device_reports(reports)
     run = apply_to_model(model, plan, reports, seed=everyone[0]["~seed"])

@@ -131,10 +131,6 @@ class PreparePlan:
         self.groups = None if muon is None else muon.plan_groups(tree)
         folder = settings.pretrained_weights
         self.weights = None if folder is None else _open_weights(folder, tree)
-        # Experts over ranks are sharded on a mesh of their own.
-        uneven = settings.expert_parallel is None
-        self.few_rows = few_rows(tree, self.units.units, shape.shard) if uneven else None
-        """tensors that leave some ranks without a shard, and what to write"""
         self._linear = {name for name, module in tree.modules() if isinstance(module, nn.Linear)}
 
     def _plan_units(self, conditional: list[str]) -> WrapPlan:
@@ -155,6 +151,13 @@ class PreparePlan:
             ),
             optional=conditional,
         )
+
+    @property
+    def few_rows(self) -> tuple[str, str] | None:
+        """Returns a problem and advice where tensors leave some ranks without a shard."""
+        if self.settings.expert_parallel is not None:
+            return None  # experts over ranks are sharded on a mesh of their own
+        return few_rows(self.tree, self.units.units, self.shape.shard)
 
     def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
         """Returns the policy of a unit; the run's output dtype is for the model's output alone."""

@@ -266,6 +266,7 @@ def test_tensors_that_leave_ranks_without_a_shard_are_told():
     model = nn.Module()
     model.router = nn.Linear(4096, 8, device="meta")
     model.experts = nn.ParameterList(torch.empty(8, 2**13, 2**13, device="meta") for _ in range(6))
+    model.gate = nn.Linear(64, 1, device="meta")  # as a shared expert has
     model.wide = nn.Linear(2**13, 2**15, device="meta")
     model.forward = lambda: None
     tree = ModuleTree.read(model)
@@ -273,7 +274,7 @@ def test_tensors_that_leave_ranks_without_a_shard_are_told():
     told = few_rows(tree, units, 32)
     assert told is not None
     assert told[0].startswith(
-        "'experts.0', 'experts.1' and 6 more have fewer rows than the 32 ranks"
+        "'experts.0', 'experts.1' and 8 more have fewer rows than the 32 ranks"
     )
     assert "keep 1.125 GiB of weights more than their share" in told[0]
     assert "ep: {degree: 8}" in told[1]
