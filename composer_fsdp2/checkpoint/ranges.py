@@ -33,6 +33,9 @@ View = Callable[[torch.Tensor], torch.Tensor]
 _WORTH_BYTES = 4096
 """that a load must save to read ranges: several reads take the place of one"""
 
+_MOST_RANGES = 1024
+"""of a view; one for each expert of a layer"""
+
 
 class FileWindow(io.RawIOBase):
     """A range of an open file as a file of its own. Nothing is read ahead.
@@ -110,7 +113,7 @@ def plan_ranges(
     """Returns the bytes of contiguous values that views need; `None` if all are to be read.
 
     Where a view takes some columns, all columns of its rows are read: ranks that need other columns
-    read the same range then.
+    read the same range then. Of tensors with more dimensions, a range is read for each matrix.
 
     Args:
         shape: of the stored tensor.
@@ -128,10 +131,10 @@ def plan_ranges(
         if part.numel() == 0:
             continue
         steps: list[tuple[int, int]] = list(zip(part.shape, part.stride(), strict=True))
-        unit = next((stride for count, stride in steps if count > 1), 1)
-        begin = int(part.storage_offset())
-        last = begin + sum((count - 1) * stride for count, stride in steps)
-        spans.append((begin // unit * unit * itemsize, (last // unit + 1) * unit * itemsize))
+        steps = [step for step in steps if step[0] > 1]
+        least = -(-_WORTH_BYTES // itemsize)
+        elements = _spans_of(int(part.storage_offset()), steps, least)
+        spans += [(begin * itemsize, end * itemsize) for begin, end in elements]
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -139,6 +142,26 @@ def plan_ranges(
         merged.append((begin, end))
     wanted = sum(end - begin for begin, end in merged)
     return None if stored_bytes - wanted < _WORTH_BYTES else merged
+
+
+def _spans_of(offset: int, steps: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]]:
+    """Returns ranges of elements with a view's, one for each matrix that is read in part.
+
+    Args:
+        offset: the view's first element.
+        steps: (size, stride) of the view's dimensions, without those of size 1.
+        least: elements of a range that is read alone.
+    """
+    if not steps:
+        return [(offset, offset + 1)]
+    (count, stride), *inner_steps = steps
+    inner = _spans_of(offset, inner_steps, least)
+    sizes = [end - begin for begin, end in inner]
+    if min(sizes) >= least and sum(sizes) < stride and count * len(inner) <= _MOST_RANGES:
+        starts = range(0, count * stride, stride)
+        return [(start + begin, start + end) for start in starts for begin, end in inner]
+    last = offset + sum((count - 1) * stride for count, stride in steps)
+    return [(offset // stride * stride, (last // stride + 1) * stride)]
 
 
 def read_ranges(

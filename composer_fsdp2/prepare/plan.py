@@ -154,7 +154,7 @@ class PreparePlan:
 
     @property
     def few_rows(self) -> tuple[str, str] | None:
-        """Returns a problem and advice where tensors leave some ranks without a shard."""
+        """Returns a problem and advice where ranks cannot share rows evenly."""
         if self.settings.expert_parallel is not None:
             return None  # experts over ranks are sharded on a mesh of their own
         return few_rows(self.tree, self.units.units, self.shape.shard)

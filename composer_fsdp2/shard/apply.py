@@ -19,11 +19,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.form import placement_of
 from composer_fsdp2.parallel.parallelism import experts_of
+from composer_fsdp2.plan.checks import shard_dim
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     attribute_of,
@@ -283,7 +285,11 @@ def _shard_unit(
         module,
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
-        shard_placement_fn=None if experts is None else placement_of,
+        shard_placement_fn=lambda param: (
+            placement_of(param)
+            if experts is not None
+            else Shard(shard_dim(param, unit, mesh.size(-1)))
+        ),
         # With this field set, FSDP2 would cast in a pre-hook of its own, before ours.
         mp_policy=dataclasses.replace(policy, cast_forward_inputs=False),
         offload_policy=offloading,

@@ -311,17 +311,17 @@ class StackedExperts(nn.Module):
 
     def __init__(self, experts: int) -> None:
         super().__init__()
-        self.layers = nn.ParameterList(torch.zeros(experts, 96) for _ in range(2))
+        self.layers = nn.ParameterList(torch.zeros(experts, 97) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
 @pytest.mark.parametrize(("experts", "warns"), [(8, True), (128, False)])
-def test_fewer_rows_than_ranks_are_told(
+def test_rows_that_ranks_cannot_share_are_told(
     as_rank: Join, monkeypatch: pytest.MonkeyPatch, experts: int, warns: bool
 ):
     monkeypatch.setattr(checks, "_UNEVEN_BYTES", 1)
     as_rank(0)
-    with pytest.warns(match="fewer rows than the 64 ranks") if warns else nullcontext():
+    with pytest.warns(match="evenly to the 64 ranks") if warns else nullcontext():
         prepare_fully_shard(StackedExperts(experts), None, {})

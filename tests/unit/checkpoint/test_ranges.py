@@ -217,3 +217,9 @@ def test_boxes_of_three_dims():
     assert spans(lambda t: t[2], lambda t: t[0]) == [(0, expert), (2 * expert, 3 * expert)]
     assert spans(lambda t: t[:0]) == []
     assert spans(lambda t: t[:]) is None
+    # A rank of many has some rows of each expert.
+    parts = [(start + 16 * 256, start + 32 * 256) for start in range(0, 4 * expert, expert)]
+    assert spans(lambda t: t[:, 16:32]) == parts
+    assert spans(lambda t: t[:, 16:32, 8:12]) == parts
+    assert spans(lambda t: t[1:3, 16:32]) == parts[1:3]
+    assert spans(lambda t: t[:, :, :32]) is None
