@@ -322,7 +322,7 @@ def _lines(
 
     parts = rehearsal.parts
     if forecast is not None and parts is not None:
-        first = "what the warning about rows says." if parts.plan.few_rows else ""
+        first = "what the warning about rows says." if parts.plan.uneven_shards else ""
         yield from answer_lines(forecast, parts.settings, batch_of(parts), gpu, memory, first=first)
         shards = max((s.axis.ranks for s in forecast.sent if s.axis.name == "dp_shard"), default=1)
         if slow := preparing_text(len(rehearsal.units.units) if rehearsal.units else 0, shards):

@@ -575,7 +575,7 @@ def _plan(
                 rehearsal.sizes = planned.step.sizes(
                     plan.tree, planned.plan, plan.units, plan.shape
                 )
-        if (uneven := plan.few_rows) is not None:
+        if (uneven := plan.uneven_shards) is not None:
             rehearsal.add(*uneven, level="warning")
         rehearsal.units = plan.units
         if trainer_args["optimizers"] is not None:

@@ -3,17 +3,10 @@
 [Note: left whole] A frozen parameter that cannot be sharded (a scalar, one without elements, of
 integers) needs none of what sharding does for it: it has no gradient and never changes. It is left
 alone, whole on every rank. A trained one is refused.
-
-[Note: few rows] FSDP2 gives whole rows to ranks, and a tensor with all experts of a layer has a row
-for each expert: of 8 experts on 32 ranks, 8 ranks would have one and 24 none. Such a tensor is
-sharded along the first other dimension that the ranks divide evenly, for past the first dimension
-torch does no other. That takes a copy in each gather and reduction, so it is done where a rank
-saves a megabyte.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,31 +20,19 @@ from torch.nn.parameter import is_lazy
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.held_tensors import held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, is_packed, memory_of
+from composer_fsdp2.plan.shard_dims import gathers_itself
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.plan.wrap_plan import ShardUnit
-from composer_fsdp2.text import child_name, listed, quoted, size_text
+from composer_fsdp2.text import child_name, listed, quoted
 from composer_fsdp2.torch_private.units import gathers_integers
 
-__all__ = [
-    "check_model",
-    "few_rows",
-    "left_whole",
-    "refuse_gradients",
-    "refuse_unreadable",
-    "shard_dim",
-]
+__all__ = ["check_model", "left_whole", "refuse_gradients", "refuse_unreadable"]
 
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes that every backend sends and autograd takes for weights"""
 
 _LARGE_BYTES = 2**24
 """so much whole on every rank is worth a warning"""
-
-_UNEVEN_BYTES = 2**30
-"""so much more on one rank than its share is worth a warning"""
-
-_WORTH_A_COPY_BYTES = 2**20
-"""so much more of one tensor is worth another dimension; see [Note: few rows]"""
 
 _SHOWN = 5
 """at most so many parameters that are held elsewhere are named"""
@@ -109,73 +90,6 @@ def refuse_gradients(tree: ModuleTree) -> None:
             "step would go without it, because shards begin with no gradient. Prepare the model "
             "before the first backward, or clear the gradients: `model.zero_grad()`."
         )
-
-
-def _excess_bytes(param: nn.Parameter, ranks: int) -> int:
-    """Returns what the first rank has more than its share, where rows are given to ranks."""
-    if not param.ndim or not param.numel():
-        return 0
-    rows = len(param)
-    return param.nbytes // rows * -(-rows // ranks) - param.nbytes // ranks
-
-
-def shard_dim(param: nn.Parameter, unit: ShardUnit, ranks: int) -> int:
-    """Returns the dimension along which a parameter is sharded; see [Note: few rows].
-
-    Args:
-        param: a full parameter, which no other parallelism has divided.
-        unit: the unit that has it.
-        ranks: number of ranks that shard the unit.
-    """
-    # Torch keeps a part of what it has gathered by rows alone, and casts to fp8 by rows.
-    by_rows = not isinstance(unit.reshard_after_forward, bool) or _gathers_itself(param)
-    if by_rows or isinstance(param, DTensor) or _excess_bytes(param, ranks) < _WORTH_A_COPY_BYTES:
-        return 0
-    even = (dim for dim, size in enumerate(param.shape) if dim and size % ranks == 0)
-    return next(even, 0)
-
-
-def few_rows(tree: ModuleTree, units: Iterable[ShardUnit], ranks: int) -> tuple[str, str] | None:
-    """Finds tensors of which some ranks keep more than their share; see [Note: few rows].
-
-    Collective: no.
-
-    Args:
-        tree: the model before sharding.
-        units: all units of the plan.
-        ranks: number of ranks that shard a unit.
-
-    Returns:
-        The problem and the advice, or `None` if no rank keeps 1 GiB more than its share.
-    """
-    unit_of = {name: unit for unit in units for name in unit.params}
-    refs = {id(ref.param): ref for ref in tree.params if ref.name in unit_of}
-    few = {
-        ref.name: ref.param
-        for ref in refs.values()
-        if _excess_bytes(ref.param, ranks) and not shard_dim(ref.param, unit_of[ref.name], ranks)
-    }
-    excess = sum(_excess_bytes(param, ranks) for param in few.values())
-    if excess < _UNEVEN_BYTES:
-        return None
-    names = sorted(few, key=lambda name: -_excess_bytes(few[name], ranks))
-    largest = few[names[0]]  # not a gate with one row
-    degree = math.gcd(len(largest), ranks)
-    cause = (
-        "no other dimension is a multiple of them"
-        if isinstance(unit_of[names[0]].reshard_after_forward, bool)
-        else "with a number in reshard_after_forward torch shards rows alone"
-    )
-    return (
-        f"The rows of {listed(names, 2)} cannot be given evenly to the {ranks} ranks that shard "
-        f"them, and {cause}: some ranks keep {size_text(excess)} of weights more than their share, "
-        "with gradients and optimizer state to them, and each collective sends as much padding.",
-        f"Where these are experts, have ranks hold them between them: ep: {{degree: {degree}}} "
-        f"beside fsdp2. Else shard over {degree} ranks (data_parallel_shard_degree), with replicas "
-        "(data_parallel_replicate_degree: -1)."
-        if degree > 1
-        else f"Take a number of ranks that divides one of the sizes {tuple(largest.shape)}.",
-    )
 
 
 def left_whole(refs: Collection[ParamRef], weight_of: Mapping[int, int]) -> set[int]:
@@ -284,11 +198,7 @@ def _dtype_name(param: nn.Parameter) -> str:
 def _is_foreign(param: nn.Parameter) -> bool:
     """Whether sharding would drop a tensor's class; some classes define their own gather."""
     of_torch = type(param).__module__.partition(".")[0] == "torch"
-    return not of_torch and not _gathers_itself(param)
-
-
-def _gathers_itself(param: nn.Parameter) -> bool:
-    return hasattr(param, "fsdp_pre_all_gather") or hasattr(param.data, "fsdp_pre_all_gather")
+    return not of_torch and not gathers_itself(param)
 
 
 def _problem_of(name: str, param: nn.Parameter) -> str | None:

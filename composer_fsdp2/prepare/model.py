@@ -202,7 +202,7 @@ def prepare_fully_shard(
     with _explained_group():
         everyone = raise_on_all_ranks(facts, error)
     assert plan is not None
-    if distributed.get_rank() == 0 and (uneven := plan.few_rows) is not None:
+    if distributed.get_rank() == 0 and (uneven := plan.uneven_shards) is not None:
         warnings.warn(" ".join(uneven), stacklevel=2)
     reports = [MetaDeviceReport(*fact["~meta"]) for fact in everyone]
     check_meta_device_reports(reports)

@@ -27,11 +27,12 @@ from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.elementwise import check_optimizer_state, known_as
 from composer_fsdp2.optim.local import MatrixOptimizer
-from composer_fsdp2.plan.checks import few_rows, refuse_gradients, refuse_unreadable
+from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, packing_text
 from composer_fsdp2.plan.planner import plan_wrapping
+from composer_fsdp2.plan.shard_dims import uneven_shards
 from composer_fsdp2.plan.unit_size import UnitSizes
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.prepare.conventions import activation_choice, eval_methods, trainer_rules
@@ -153,11 +154,11 @@ class PreparePlan:
         )
 
     @property
-    def few_rows(self) -> tuple[str, str] | None:
+    def uneven_shards(self) -> tuple[str, str] | None:
         """Returns a problem and advice where ranks cannot share rows evenly."""
         if self.settings.expert_parallel is not None:
             return None  # experts over ranks are sharded on a mesh of their own
-        return few_rows(self.tree, self.units.units, self.shape.shard)
+        return uneven_shards(self.tree, self.units.units, self.shape.shard)
 
     def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
         """Returns the policy of a unit; the run's output dtype is for the model's output alone."""

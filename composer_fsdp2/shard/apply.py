@@ -25,12 +25,12 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.form import placement_of
 from composer_fsdp2.parallel.parallelism import experts_of
-from composer_fsdp2.plan.checks import shard_dim
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     attribute_of,
     canonical_param_ids,
 )
+from composer_fsdp2.plan.shard_dims import shard_dim
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import of_rank0
 from composer_fsdp2.shard.averaging import MakeHook, probe_reduction

@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from composer_fsdp2 import ConfigError, prepare_fully_shard, uninstall
 from composer_fsdp2.parallel.form import form_of
 from composer_fsdp2.patches import install_for_foundry
-from composer_fsdp2.plan import checks
+from composer_fsdp2.plan import shard_dims
 from composer_fsdp2.shard.device_mesh import with_cpu_backend
 from composer_fsdp2.torch_private.fake import fake_ranks
 from composer_fsdp2.torch_private.tensors import layouts_of
@@ -321,7 +321,7 @@ class StackedExperts(nn.Module):
 def test_rows_that_ranks_cannot_share_are_told(
     as_rank: Join, monkeypatch: pytest.MonkeyPatch, experts: int, warns: bool
 ):
-    monkeypatch.setattr(checks, "_UNEVEN_BYTES", 1)
+    monkeypatch.setattr(shard_dims, "_UNEVEN_BYTES", 1)
     as_rank(0)
     with pytest.warns(match="evenly to the 64 ranks") if warns else nullcontext():
         prepare_fully_shard(StackedExperts(experts), None, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import types
 import warnings
@@ -15,12 +14,11 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.checks import few_rows, shard_dim
 from composer_fsdp2.plan.held_tensors import held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, memory_of
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
-from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+from composer_fsdp2.plan.wrap_plan import WrapPlan
 from tests.support.limits import Limit
 
 
@@ -261,54 +259,3 @@ def test_a_class_that_begins_with_a_mixin_of_another_layout(bases: tuple[type, .
         plan_wrapping(inner, [by_class(kind)])
     plan(types.new_class("Turned", bases[::-1])(2, 2))  # nn.Module is first
     plan(types.new_class("Usual", (Plain, nn.Linear))(2, 2))
-
-
-def test_tensors_whose_rows_ranks_cannot_share_are_told():
-    model = nn.Module()
-    model.router = nn.Linear(4096, 8, device="meta")
-    shape = (8, 2**13 + 1, 2**13 + 1)
-    model.experts = nn.ParameterList(torch.empty(shape, device="meta") for _ in range(6))
-    model.gate = nn.Linear(64, 1, device="meta")  # as a shared expert has
-    model.wide = nn.Linear(2**13, 2**15, device="meta")
-    model.forward = lambda: None
-    tree = ModuleTree.read(model)
-    units = plan_wrapping(tree, [root_rule]).units
-    told = few_rows(tree, units, 32)
-    assert told is not None
-    assert told[0].startswith("The rows of 'experts.0', 'experts.1' and ")
-    assert "the 32 ranks that shard them, and no other dimension is a multiple" in told[0]
-    assert "keep 1.125 GiB of weights more than their share" in told[0]
-    assert "ep: {degree: 8}" in told[1]
-    assert few_rows(tree, units, 8) is None
-    assert few_rows(tree, units, 10) is None  # a rank in ten more than its share is no matter
-    told = few_rows(tree, units, 33)
-    assert told is not None
-    assert "(8, 8193, 8193)" in told[1]
-    model.experts = nn.ParameterList(torch.empty(8, 2**13, 2**13, device="meta") for _ in range(6))
-    tree = ModuleTree.read(model)
-    assert few_rows(tree, units, 32) is None
-    by_rows = [dataclasses.replace(unit, reshard_after_forward=8) for unit in units]
-    told = few_rows(tree, by_rows, 32)
-    assert told is not None
-    assert "a number in reshard_after_forward" in told[0]
-
-
-@pytest.mark.parametrize(
-    ("shape", "ranks", "dim"),
-    [
-        ((8, 4096, 1024), 32, 1),
-        ((8, 4095, 1024), 32, 2),
-        ((8, 4095, 1023), 32, 0),  # nothing divides evenly
-        ((8, 4096, 1024), 8, 0),
-        ((40, 4096, 1024), 32, 1),  # two rows for some, none for others
-        ((8, 128, 64), 32, 0),  # not worth a copy
-        ((32000, 4096), 48, 0),
-    ],
-)
-def test_a_dimension_that_ranks_share_evenly(shape: tuple[int, ...], ranks: int, dim: int):
-    unit = ShardUnit(
-        module="", params=("w",), numel=1, reshard_after_forward=True, reason="the root"
-    )
-    weight = nn.Parameter(torch.empty(shape, device="meta"))
-    assert shard_dim(weight, unit, ranks) == dim
-    assert shard_dim(weight, dataclasses.replace(unit, reshard_after_forward=8), ranks) == 0
