@@ -10,8 +10,10 @@ Everything is integer arithmetic on the bits of float32, which gives the same on
 for every size of a shard. Eight bits are a small float: one sign, four bits of exponent, three of
 mantissa; moments that are never negative have five bits of exponent instead. Exponents count from
 the largest of a block. Blocks are at most 256 elements of one row of dim 0, and FSDP2 cuts between
-rows, so no rank cuts a block. No scale is multiplied, hence what is read is exact, and keeping it
-again gives the same bits: a checkpoint in float32 loses nothing.
+rows, so no rank cuts a block. Where it shards along another dimension (see `plan.shard_dims`), the
+blocks are the same if what a rank has without a gap is a multiple of 256 elements. No scale is
+multiplied, hence what is read is exact, and keeping it again in the same blocks gives the same
+bits: a checkpoint in float32 loses nothing.
 """
 
 from __future__ import annotations
@@ -56,12 +58,13 @@ class ShardPosition:
     """Where this rank's shard of a parameter lies in the full tensor."""
 
     rows: int
+    """parts of the shard that have no gap in the full tensor; rows where it is cut between rows"""
     row: int
-    """elements of a row of the shard"""
+    """elements of a part"""
     first: int
     """index of the shard's first element in the full tensor, flattened"""
     stride: int
-    """elements of a row of the full tensor"""
+    """elements of the full tensor from one part to the next"""
 
     @classmethod
     def of(cls, param: DTensor) -> ShardPosition:
@@ -71,7 +74,9 @@ class ShardPosition:
             chunks: Any = param.__create_chunk_list__()
             for size, offset in zip(param.shape, chunks[0].offsets, strict=True):
                 first = first * size + offset
-        return cls(shape[0], math.prod(shape[1:]), first, math.prod(param.shape[1:]))
+        cut = max([1, *(getattr(placement, "dim", 1) for placement in param.placements)])
+        stride = math.prod(param.shape[cut:])
+        return cls(math.prod(shape[:cut]), math.prod(shape[cut:]), first, stride)
 
     def chunks(self, device: torch.device) -> Iterator[slice]:
         """Cuts the rows into pieces that are small enough to be converted at a time."""
@@ -87,7 +92,7 @@ class Stored:
     values: Tensor
     """in the shape of the shard; codes in 8-bit forms"""
     exponents: Tensor
-    """(rows, blocks of a row) in 8-bit forms, else without elements"""
+    """(parts, blocks of a part) in 8-bit forms, else without elements"""
     dtype: torch.dtype
     """dtype in which the optimizer computes"""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.local import class_step
@@ -89,6 +89,8 @@ def _dtensor_refusal(optimizer: torch.optim.Optimizer) -> PlanError | None:
     if sharded is None:
         return None
     mesh, small = sharded.device_mesh, _small_copy(optimizer, 1)
+    # Small tensors have fewer dimensions than the experts of a layer.
+    placements = [Shard(0) if getattr(p, "dim", 0) else p for p in sharded.placements]
     for group in small.param_groups:
         # Every rank has made the full tensor itself, so nothing needs to be sent.
         group["params"] = [
@@ -96,7 +98,7 @@ def _dtensor_refusal(optimizer: torch.optim.Optimizer) -> PlanError | None:
                 distribute_tensor(
                     param.detach().to(mesh.device_type),
                     mesh,
-                    sharded.placements,
+                    placements,
                     src_data_rank=None,
                 )
             )

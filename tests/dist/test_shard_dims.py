@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composer_fsdp2 import Muon, installed, prepare_fully_shard
+from composer_fsdp2.parallel.form import form_of
 from tests.support.models import WIDTH, TinyComposer, TinyLM
 from tests.support.parity import OPTIMIZERS, Recipe, check_parity, full, train_together
 from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
@@ -25,12 +26,12 @@ pytestmark = pytest.mark.world_size(RANKS)
 class Mixture(nn.Module):
     """Two experts in one tensor, of which a rank would have one or none; 2 MiB each."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 1024, inputs: int = 512) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, 2)
-        self.inner = nn.Linear(WIDTH, 512)
-        self.experts = nn.Parameter(torch.randn(2, 1024, 512) / 512**0.5)
-        self.outer = nn.Linear(1024, WIDTH)
+        self.inner = nn.Linear(WIDTH, inputs)
+        self.experts = nn.Parameter(torch.randn(2, outputs, inputs) / inputs**0.5)
+        self.outer = nn.Linear(outputs, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         computed = torch.einsum("bti,eoi->bteo", self.inner(x), self.experts)
@@ -79,6 +80,64 @@ def test_muon_steps_as_one_process_does(config: dict[str, Any]):
     pair = [Muon(given, **rates) for given in (oracle, model)]
     prepare_fully_shard(model, pair[1], config)
     train_together(oracle, pair[0], model, pair[1], Recipe(steps=3))
+
+
+class Normalized(torch.optim.Optimizer):
+    """Looks across the elements of a parameter, so it steps DTensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(group["lr"] * param.grad / torch.linalg.vector_norm(param.grad))
+
+
+def test_an_optimizer_that_steps_dtensors():
+    model = Mixture()
+    before = model.experts.detach().clone()
+    optimizer = Normalized([model.experts])  # the trial with small tensors takes its placements
+    for param in (*model.gate.parameters(), *model.inner.parameters(), *model.outer.parameters()):
+        param.requires_grad_(False)
+    prepare_fully_shard(model, optimizer, {})
+    experts = experts_of(model)
+    gradient = torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
+    experts.grad = cast(Any, form_of(experts).shard(gradient, experts))
+    optimizer.step()
+    expected = before - 0.1 * gradient / torch.linalg.vector_norm(gradient)
+    torch.testing.assert_close(full(experts), expected)
+
+
+@pytest.mark.table("bf16-last", "8 bits-inner")
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((1024, 512), 1), ((1022, 1024), 2)], ids=["inner", "last"]
+)
+@pytest.mark.parametrize("policy", [{"dtype": "bf16"}, {"bits": 8}], ids=["bf16", "8 bits"])
+def test_state_in_fewer_bits_has_the_same_bits(
+    policy: dict[str, Any], shape: tuple[int, int], dim: int
+):
+    states: list[dict[str, torch.Tensor]] = []
+    settings = {"wrap_policy": {"classes": ["Mixture"]}, "optimizer_state": policy}
+    for config, expected in (({}, dim), (BY_ROWS, 0)):
+        torch.manual_seed(0)
+        model = nn.Sequential(Mixture(*shape))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        prepare_fully_shard(model, optimizer, {**settings, **config})
+        experts = experts_of(model)
+        assert experts.placements == (Shard(expected),)
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            for param in model.parameters():
+                gradient = torch.randn(param.shape, generator=generator)
+                param.grad = cast(Any, form_of(param).shard(gradient, param))
+            optimizer.step()
+        state = optimizer.state[experts]
+        states.append({key: full(value) for key, value in state.items()})
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key]), key
 
 
 def _run(
