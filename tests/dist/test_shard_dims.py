@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,11 +27,11 @@ pytestmark = pytest.mark.world_size(RANKS)
 class Mixture(nn.Module):
     """Two experts in one tensor, of which a rank would have one or none; 2 MiB each."""
 
-    def __init__(self, outputs: int = 1024, inputs: int = 512) -> None:
+    def __init__(self, outputs: int = 1024, inputs: int = 512, count: int = 2) -> None:
         super().__init__()
-        self.gate = nn.Linear(WIDTH, 2)
+        self.gate = nn.Linear(WIDTH, count)
         self.inner = nn.Linear(WIDTH, inputs)
-        self.experts = nn.Parameter(torch.randn(2, outputs, inputs) / inputs**0.5)
+        self.experts = nn.Parameter(torch.randn(count, outputs, inputs) / inputs**0.5)
         self.outer = nn.Linear(outputs, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,9 +41,9 @@ class Mixture(nn.Module):
 
 
 class MixtureLM(TinyLM):
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2) -> None:
         super().__init__(layers=2)
-        self.blocks[1] = Mixture()
+        self.blocks[1] = Mixture(count=count)
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         return isinstance(module, Mixture)
@@ -70,6 +71,15 @@ def test_it_trains_as_one_process_does(config: dict[str, Any]):
     else:
         assert experts.placements == (Shard(1),)
         assert experts.to_local().shape == (2, 256, 512)
+
+
+@pytest.mark.matrix
+def test_with_replicas_the_shards_of_one_count():
+    """Three experts on two ranks: two on one, one on the other."""
+    config = {"data_parallel_replicate_degree": 2}
+    model = check_parity(functools.partial(MixtureLM, 3), config, "adamw", Recipe(steps=5))
+    assert experts_of(model).placements[-1] == Shard(1)
+    assert experts_of(model).to_local().shape == (3, 512, 512)
 
 
 @pytest.mark.table("even")
