@@ -15,7 +15,7 @@ vet_algorithms({"algorithms": [("EMA", {"repr": TEXT})]})
 """
 CHECKSUMS = """
 import json, pathlib, tempfile
-from composer_fsdp2.checkpoint.source import _read_checksums
+from composer_fsdp2.checkpoint.contents import _read_checksums
 with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     found = {"files": {"../climbed": 1}, "metadata_sha256": ""}
