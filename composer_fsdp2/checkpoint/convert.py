@@ -235,6 +235,9 @@ def map_copies(
 def nest(items: Iterable[tuple[KeyPath, Any]]) -> Any:
     """Makes dictionaries and lists from values and their key paths.
 
+    Where some ranks had nothing, as the progress bar that one rank of a node shows, `None` gives
+    way to what the others had.
+
     Raises:
         CheckpointError: two key paths contradict each other, or a list has gaps.
     """
@@ -243,6 +246,8 @@ def nest(items: Iterable[tuple[KeyPath, Any]]) -> Any:
         below.setdefault(key_path[0], []).append((key_path[1:], value))
     values_by_part: dict[str | int, Any] = {}
     for part, inside in below.items():
+        if any(rest for rest, _ in inside):
+            inside = [(rest, value) for rest, value in inside if rest or value is not None]
         values = [value for rest, value in inside if not rest]
         if values and len(inside) > 1:
             raise _contradiction((part,))

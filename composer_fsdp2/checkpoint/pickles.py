@@ -226,7 +226,7 @@ def _load(file: Path | BinaryIO, **options: Any) -> Any:
 
 
 def _safe_types() -> list[Any]:
-    reconstruct = np.zeros(1).__reduce__()[0]
+    reconstruct, scalar = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
     # torch sets the state of an object only if its class is allowed, and each numpy dtype has a
     # class of its own.
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
@@ -240,6 +240,8 @@ def _safe_types() -> list[Any]:
         TorchVersion,
         (reconstruct, "numpy.core.multiarray._reconstruct"),
         (reconstruct, "numpy._core.multiarray._reconstruct"),
+        (scalar, "numpy.core.multiarray.scalar"),
+        (scalar, "numpy._core.multiarray.scalar"),
         *dtypes,
     ]
 

@@ -106,6 +106,18 @@ def test_the_same_checkpoints_as_without(kind: str, tmp_path: Path):
     assert (tmp_path / "b" / "latest-rank0.pt").resolve().name == file
 
 
+@pytest.mark.table("background")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
+def test_old_checkpoints_go_and_the_newest_stays_with_replicas(background: bool, tmp_path: Path):
+    """Ranks of the second replica write nothing, and know of no checkpoint that is kept."""
+    fsdp2 = {"data_parallel_replicate_degree": 2, "async_save": background}
+    _run(tmp_path, fsdp2, save_num_checkpoints_to_keep=1)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["ep0-ba10", "latest-rank0.pt"]
+    files = sorted(item.name for item in (tmp_path / "ep0-ba10").iterdir())
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
+
+
 @pytest.mark.world_size(1)
 def test_a_background_keeps_no_run_in_memory(tmp_path: Path):
     model = built(TinyComposer)

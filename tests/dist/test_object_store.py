@@ -63,7 +63,7 @@ def test_a_sharded_save_is_in_the_store_and_loads_from_there(url: str, tmp_path:
         files = ["ep0-ba5/.metadata", "ep0-ba5/__0_0.distcp", "ep0-ba5/__1_0.distcp"]
         assert names_in(client) == [*files, "latest-rank0.pt.symlink"]
         path = f"{URI}/ep0-ba5"
-        loaded, _ = _run(tmp_path, SHARDED, until=0, seed=1, load_path=path)
+        loaded, _ = _run(tmp_path, SHARDED, until=0, seed=1, load_path=f"{path}/")
         assert largest_difference(_state(loaded), _state(first)) == 0.0
         dist.barrier()
         if dist.get_rank() == 0:

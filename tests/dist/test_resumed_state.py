@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from composer import Callback, Trainer
@@ -21,7 +23,14 @@ from tests.dist.test_tensor_parallel import global_batches, llama, of_this_group
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _state
 from tests.support.models import TinyComposer
 from tests.support.parity import full
-from tests.support.training import Tokens, largest_difference, samples_of, trainer_for
+from tests.support.training import (
+    Tokens,
+    built,
+    largest_difference,
+    samples_of,
+    trainer_for,
+    weights,
+)
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=3e-3, eps=1e-5),
@@ -290,3 +299,113 @@ def test_a_module_with_a_state_dict_of_its_own(kind: str, tmp_path: Path):
         patch.setattr(f"{__name__}.Late", partial(WithNames, adds=True))
         with pytest.raises(ConfigError, match=r"has 'inside\.added', and no module has"):
             run(tmp_path / "added", settings)
+
+
+class Keeps(Callback):
+    """Has state in containers, of which a new one lacks a part."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+class KeepsMore(Keeps):
+    """Needs all of its state where it is given any."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({"n": state["n"]})
+
+
+KEPT: dict[str, Any] = {
+    "best": {"eval": 0.5, "metrics": {"loss": np.float64(0.25)}},
+    "by layer": {0: 7, 1: 8},
+    "lists": [[1, 2], {"a": torch.ones(2)}],
+    "moments": {"mean": torch.arange(3.0)},
+    "nothing": {},
+    "none": None,
+}
+NEW: dict[str, Any] = {
+    "best": {},
+    "by layer": {0: 0, 1: 0},
+    "lists": [],
+    "moments": None,
+    "nothing": {},
+    "none": None,
+}
+
+
+def _with_callbacks(
+    folder: Path, kind: str, *callbacks: Callback, until: int = HALF, **kwargs: Any
+) -> Trainer:
+    model = built(TinyComposer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=np.float64(1e-3))
+    with installed():
+        trainer = trainer_for(
+            model,
+            optimizer,
+            samples_of(STEPS, 8),
+            {"state_dict_type": kind},
+            max_duration=f"{until or STEPS}ba",
+            save_folder=str(folder),
+            save_interval=f"{HALF}ba",
+            callbacks=list(callbacks),
+            **kwargs,
+        )
+        if until:
+            trainer.fit()
+    trainer.close()
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:.*KeepsMore")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_containers_of_callbacks(kind: str, tmp_path: Path):
+    _with_callbacks(tmp_path / "first", kind, Keeps(KEPT))
+    path = str(tmp_path / "first" / FORMATS[kind])
+    kept, more = Keeps(copy.deepcopy(NEW)), KeepsMore({"best": {}, "n": 0})
+    _with_callbacks(tmp_path / "second", kind, kept, more, until=STEPS, load_path=path)
+    assert str(kept.values) == str(KEPT)
+    assert more.values == {"best": {}, "n": 0}
+
+
+@pytest.mark.world_size(1)
+def test_a_run_with_a_progress_bar(tmp_path: Path):
+    """A rank that shows the bar saves its numbers, and at the start there is none to fill."""
+    _with_callbacks(tmp_path / "first", "sharded", progress_bar=True)
+    path = str(tmp_path / "first" / FORMATS["sharded"])
+    kwargs = {"until": STEPS, "load_path": path, "progress_bar": True}
+    trainer = _with_callbacks(tmp_path / "second", "sharded", **kwargs)
+    assert int(trainer.state.timestamp.batch) == STEPS
+
+
+@pytest.mark.world_size(2)
+def test_a_function_that_takes_keys_out_of_a_file(tmp_path: Path):
+    """It is for the file: the run may have less, or other keys."""
+    first = _with_callbacks(tmp_path / "first", "full")
+    path = str(tmp_path / "first" / FORMATS["full"])
+
+    def change(values: dict[str, Any]) -> None:
+        values.pop("rng")
+        values["state"].pop("optimizers")
+        values["state"]["model"].pop("net.head.weight")
+
+    loaded = _with_callbacks(
+        tmp_path / "second",
+        "full",
+        until=0,
+        load_path=path,
+        load_weights_only=True,
+        load_ignore_keys=change,
+    )
+    differs = {
+        name
+        for name, value in weights(loaded.state.model).items()
+        if not torch.equal(value, weights(first.state.model)[name])
+    }
+    assert differs == {"net.head.weight"}

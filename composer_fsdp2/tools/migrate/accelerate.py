@@ -421,8 +421,12 @@ def ignore_degrees(context: Context) -> None:
             entry.become(NOT_NEEDED, "use_parallelism_config is false: it is not read")
 
 
-def finish_fsdp(context: Context) -> bool:
-    """Resolves copies per node and settings of two keys; writes out Accelerate's defaults.
+def finish_fsdp(context: Context, trainer: str = "Accelerate") -> bool:
+    """Resolves copies per node and settings of two keys; writes out defaults.
+
+    Args:
+        context: entries of the place that holds the settings.
+        trainer: whose defaults they are.
 
     Returns:
         Whether it is version 2.
@@ -443,9 +447,11 @@ def finish_fsdp(context: Context) -> bool:
         # Version 2 casts the output too.
         dtypes["output_dtype"] = dtypes["param_dtype"]
     if "config.state_dict_type" not in entries:
+        # Transformers 5 has one default for both versions.
+        is_sharded = version2 and trainer == "Accelerate"
         context.add(
-            "the default of Accelerate, written out",
-            state_dict_type="sharded" if version2 else "full",
+            f"the default of {trainer}, written out",
+            state_dict_type="sharded" if is_sharded else "full",
         )
     return version2
 

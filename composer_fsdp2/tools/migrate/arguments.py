@@ -130,6 +130,10 @@ def _size_rows(key: str, setting: str, without: str) -> tuple[Row, ...]:
 
 
 _DISTRIBUTED = "distributed_config"
+_CPU_OFFLOAD = (
+    Row("cpu_offload", NOT_NEEDED, "off is the default", OFF),
+    Row("cpu_offload", CONVERTED, "`cpu_offload`", ON, {"cpu_offload": True}),
+)
 _LOADING = (
     *degree_rows("tp_size", (1, None)),
     *_size_rows("size", SHARD, "what the other sizes leave, as here"),
@@ -155,8 +159,7 @@ _LOADING = (
         {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
         trainer={"precision": "amp_bf16"},
     ),
-    Row("cpu_offload", NOT_NEEDED, "off is the default", OFF),
-    Row("cpu_offload", CONVERTED, "`cpu_offload`", ON, {"cpu_offload": True}),
+    *_CPU_OFFLOAD,
     *(
         row
         for key in ("tp_plan", "plan", "ep_plan")
@@ -221,7 +224,8 @@ def _site(data: Mapping[str, Any], path: Path) -> Site | None:
 def _finish(context: Context) -> None:
     entries = context.entries
     _finish_experts(entries)
-    version2 = finish_fsdp(context)
+    trainer = "transformers" if "config.version" in entries else "Accelerate"
+    version2 = finish_fsdp(context, trainer)
     words, switch = entries.get("fsdp"), entries.get("config.offload_params")
     if words and version2:
         _ignore_strategy(context, words)
@@ -259,6 +263,8 @@ def _finish_experts(entries: Mapping[str, Entry]) -> None:
 
 def _ignore_strategy(context: Context, words: Entry) -> None:
     """Drops the words of a strategy: version 2 reads `reshard_after_forward` instead."""
+    if words.status is CHANGES:
+        words.status, words.reason = CONVERTED, "with version 2 blocks are units, as here"
     named = [word for word in _strategies(words.value) if word != "full_shard"]
     if "config.reshard_after_forward" in context.entries:
         words.becomes = {k: v for k, v in words.becomes.items() if k == "cpu_offload"}
@@ -275,7 +281,7 @@ TRAINING_ARGUMENTS = Dialect(
     "huggingface",
     "Hugging Face TrainingArguments",
     _site,
-    (*_ARGUMENTS, *under("config", FSDP_ROWS)),
+    (*_ARGUMENTS, *under("config", (*FSDP_ROWS, *_CPU_OFFLOAD))),
     finish=_finish,
     prefix="fsdp_",
     files=frozenset({"config"}),

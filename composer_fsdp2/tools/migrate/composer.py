@@ -174,6 +174,11 @@ def _is_version2(block: Any) -> bool:
     return _is_block(block) and str(block.get("version")) == "2"
 
 
+def _has_version2(data: Mapping[str, Any]) -> bool:
+    """Whether a mapping has a block of version 2 that is not one of `TrainingArguments`."""
+    return _is_version2(data.get("fsdp_config")) and not data.get("fsdp")
+
+
 _STRATEGY = (
     "strategies of LLM Foundry are refused beside FSDP2, because weights outside of their layers "
     "drift apart; without `strategy` its degree is `tensor_parallel`"
@@ -415,7 +420,7 @@ def _is_mixed(block: Any) -> bool:
 
 def _mixed_site(data: Mapping[str, Any], path: Path) -> Site | None:
     versioned, block = data.get("fsdp_config"), data.get("parallelism_config")
-    if _is_version2(versioned):
+    if _has_version2(data):
         return Site(path, {"fsdp_config": ""}) if _is_mixed(versioned) else None
     if isinstance(block, Mapping) and _is_mixed(block.get("fsdp2")):
         return Site((*path, "parallelism_config"), {"fsdp2": ""}, ("fsdp2",))
@@ -451,4 +456,4 @@ def is_ours(data: Any) -> bool:
         return False
     block = data.get("parallelism_config")
     is_here = isinstance(block, Mapping) and "fsdp2" in block
-    return is_here or _is_version2(data.get("fsdp_config")) or any(map(is_ours, data.values()))
+    return is_here or _has_version2(data) or any(map(is_ours, data.values()))

@@ -48,6 +48,11 @@ _SCHEDULES = {
     "constant": "constant_with_warmup",
     "constant_with_warmup": "constant_with_warmup",
 }
+_DEEPSPEED_SCHEDULES = {
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear_decay_with_warmup",
+}
+_WARMUPS = ("warmup", "warmed part")
 _ADAM = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
 """defaults of `TrainingArguments`, which are DeepSpeed's too"""
 
@@ -86,6 +91,11 @@ def _is_path(value: Any) -> bool:
 def _is_adam(value: Any) -> bool:
     """A word that begins with `adamw`."""
     return isinstance(value, str) and value.startswith("adamw")
+
+
+def _is_adam_in_bits(value: Any) -> bool:
+    """A word that begins with `adamw` and ends in `8bit` or `4bit`."""
+    return _is_adam(value) and value.endswith(("8bit", "4bit"))
 
 
 def _is_prefixes(value: Any) -> bool:
@@ -246,6 +256,13 @@ _ROWS: Mapping[str, tuple[Row, ...]] = {
         ),
     ),
     "method": (
+        Row(
+            "",
+            CHANGES,
+            "`decoupled_adamw`, with `optimizer_state: {bits: 8}`, which rounds in another way",
+            _is_adam_in_bits,
+            {"optimizer_state": {"bits": 8}},
+        ),
         Row("", CONVERTED, "`decoupled_adamw` computes the same", _is_adam),
         Row("", CHANGES, "write `optimizer` as LLM Foundry has it", _is_word),
     ),
@@ -335,6 +352,8 @@ def _is_deepspeeds(value: Any) -> bool:
         and _is_number(params.get("lr"))
         and all(_is_number(params.get(name, 0)) for name in ("eps", "weight_decay"))
         and isinstance(params.get("betas", []), list)
+        # Decay of an Adam that is no AdamW is a part of the gradient.
+        and (params.get("adam_w_mode") is not False or not float(params.get("weight_decay", 0)))
     )
 
 
@@ -355,7 +374,12 @@ def optimizer_rows(key: str) -> tuple[Row, ...]:
 
 
 def finish_counts(
-    context: Context, keys: Mapping[str, str], ranks: int | None = None, *, around: bool = False
+    context: Context,
+    keys: Mapping[str, str],
+    ranks: int | None = None,
+    *,
+    around: bool = False,
+    scheduler: Entry | None = None,
 ) -> None:
     """Adds settings that follow from several keys: the batch of all ranks, optimizer, scheduler.
 
@@ -366,6 +390,7 @@ def finish_counts(
         keys: of the dialect, with what they count.
         ranks: of the run, where the context does not know them.
         around: whether the keys stand around the site instead of in it.
+        scheduler: entry of DeepSpeed's block of a scheduler, which the trainer prefers to its own.
     """
     values, entries = dict[str, Any](), dict[str, Entry]()
     for key, counted in keys.items():
@@ -381,15 +406,57 @@ def finish_counts(
     if "batch" not in values:
         _add_batch(context, values, context.world_size or ranks)
     _add_optimizer(context, values)
-    name = _SCHEDULES.get(str(values.get("schedule", "linear")).lower())
-    if name and not {"rate", "warmup", "warmed part", "schedule"}.isdisjoint(values):
-        warmup = values.get("warmup", values.get("warmed part", 0))
+    if not {"rate", *_WARMUPS, "schedule"}.isdisjoint(values):
+        _add_scheduler(context, values, entries, scheduler)
+
+
+def _add_scheduler(
+    context: Context,
+    values: Mapping[str, Any],
+    entries: Mapping[str, Entry],
+    of_deepspeed: Entry | None,
+) -> None:
+    """Adds the scheduler; keys of which the trainer reads nothing are no longer needed."""
+    word = str(values.get("schedule", "linear")).lower()
+    name, warmup = _SCHEDULES.get(word), values.get("warmup", values.get("warmed part", 0))
+    unread, reason = (), ""
+    if of_deepspeed is not None and isinstance(of_deepspeed.value, Mapping):
+        params = of_deepspeed.value.get("params") or {}
+        steps = params.get("warmup_num_steps", "auto")
+        word = str(of_deepspeed.value.get("type"))
+        name = _DEEPSPEED_SCHEDULES.get(word) if _is_from_zero(params, values) else None
+        warmup = warmup if steps == "auto" else steps
+        unread = ("schedule",) if name and steps == "auto" else ("schedule", *_WARMUPS)
+        reason = f"`{of_deepspeed.key}` has the last word"
+        if name and params.get("warmup_type") != "linear" and warmup:
+            told = "`scheduler`; the rate rises in a line here, and with a logarithm there"
+            of_deepspeed.become(CHANGES, told)
+        elif name:
+            of_deepspeed.become(CONVERTED, "`scheduler`")
+    elif word == "constant":
+        unread, warmup, reason = _WARMUPS, 0, "`constant` has no warmup"
+    for counted in unread:
+        if counted in entries:
+            entries[counted].become(NOT_NEEDED, reason)
+    if name:
         block = {
             "name": name,
             "t_warmup": f"{warmup}dur" if 0 < warmup < 1 else f"{int(warmup)}ba",
         }
         reason = "how the learning rate rises and falls, one batch later than in other trainers"
         add_beside(context, reason, scheduler=block)
+
+
+def _is_from_zero(params: Any, values: Mapping[str, Any]) -> bool:
+    """Says whether DeepSpeed's rate rises from 0 to the trainer's, in a number of steps."""
+    if not isinstance(params, Mapping):
+        return False
+    steps, highest = (params.get(f"warmup_{name}", "auto") for name in ("num_steps", "max_lr"))
+    return (
+        params.get("warmup_min_lr", "auto") in ("auto", 0)
+        and (highest == "auto" or highest == values.get("rate"))
+        and (steps == "auto" or steps == 0 or is_count(steps))
+    )
 
 
 def add_beside(context: Context, reason: str, **beside: Any) -> None:
@@ -445,14 +512,17 @@ def _add_optimizer(context: Context, values: Mapping[str, Any]) -> None:
     # LLM Foundry holds the model in an attribute `model`, and looks for each pattern in a name:
     # https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/utils/builders.py#L401
     patterns = [rf"^model\.{re.escape(str(name).strip())}" for name in names]
-    frozen = {"disable_grad": patterns} if patterns else {}
+    frozen: dict[str, Any] = {"disable_grad": patterns} if patterns else {}
     if "rate" not in values or not _is_adam(values.get("method", "adamw")):
         if frozen:
             _tell(context, "optimizer.disable_grad", str(patterns), "write it, with an optimizer")
         return
     adam = {name: float(values.get(name, default)) for name, default in _ADAM.items()}
     betas, decay = (adam["beta1"], adam["beta2"]), float(values.get("decay", 0))
-    block = _adamw(float(values["rate"]), betas, adam["epsilon"], decay, **frozen)
-    add_beside(
-        context, "AdamW with what the file says, or the defaults of its trainer", optimizer=block
-    )
+    # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/trainer.py#L1189
+    groups = [{"param_str_match": r"bias|norm|\bln_", "weight_decay": 0.0}]
+    more = {"param_groups": groups} | frozen if decay else frozen
+    block = _adamw(float(values["rate"]), betas, adam["epsilon"], decay, **more)
+    reason = "AdamW with what the file says, or the defaults of its trainer"
+    reason += "; biases and norms have no decay there either" if decay else ""
+    add_beside(context, reason, optimizer=block)

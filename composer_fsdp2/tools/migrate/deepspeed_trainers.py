@@ -233,7 +233,11 @@ def _finish_arguments(context: Context) -> None:
         finish_deepspeed(context, f"{_ARGUMENT}.", filled)
         switches = (f"{_ARGUMENT}.{key}" for key in PRECISION_SWITCHES)
         add_precision(context, ("bf16", "fp16", *switches), "the Trainer of transformers")
-    finish_counts(context, TRAINING | {f"{_ARGUMENT}.{k}": v for k, v in DEEPSPEED_KEYS.items()})
+    finish_counts(
+        context,
+        TRAINING | {f"{_ARGUMENT}.{k}": v for k, v in DEEPSPEED_KEYS.items()},
+        scheduler=context.entries.get(f"{_ARGUMENT}.scheduler"),
+    )
 
 
 ARGUMENTS_DEEPSPEED = Dialect(

@@ -17,6 +17,7 @@ import yaml
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.tag import Tag
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.report import ADDED, SAME, Entry, Path, Site, Status, value_at
@@ -28,6 +29,9 @@ _MOST_BYTES = 10_000_000
 _LONGEST_NOTE = 600
 _WHOLE_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """as YAML 1.2 counts lines; `splitlines` ends them at more characters"""
+_TAG = "tag:yaml.org,2002:"
+_SWITCH = re.compile("[Yy]es|YES|[Nn]o|NO|[Oo]n|ON|[Oo]ff|OFF")
+"""truth values of YAML 1.1 alone"""
 _NO_COMMENT = re.compile(
     r"""(?: (?:^|(?<=[ \[{,:])) (?:'[^']*(?:'|$) | "[^"]*(?:"|$))  # text in quotes
           | [^#]
@@ -58,9 +62,9 @@ class Document:
             self.text = text if written is None else dump(written)
             reader: Any = YAML(typ="safe", pure=True)
             reader.allow_duplicate_keys = True
-            self.root: Any = reader.compose(self.text)
+            self.root: Any = _composed(reader, self.text)
             # Merging by `<<` changes the nodes.
-            node = reader.compose(self.text) if "<<" in self.text else self.root
+            node = _composed(reader, self.text) if "<<" in self.text else self.root
             data = _texts(None if node is None else reader.constructor.construct_document(node))
         except (YAMLError, ValueError) as error:  # the second for dates and numbers out of range
             told = " ".join(str(error).split())
@@ -269,7 +273,8 @@ def _note(entry: Entry) -> str:
 def parse_value(text: str) -> Any:
     """Returns one value as YAML reads it; text that is no YAML is a string."""
     try:
-        return _texts(YAML(typ="safe", pure=True).load(text))
+        reader: Any = YAML(typ="safe", pure=True)
+        return _texts(reader.constructor.construct_document(_composed(reader, text)))
     except (YAMLError, ValueError, RecursionError):
         return text
 
@@ -315,6 +320,30 @@ def dump(data: Any) -> str:
     """Writes plain data as YAML blocks, quoted so that readers of YAML 1.1 and 1.2 agree on it."""
     style: dict[str, Any] = {"default_flow_style": False, "sort_keys": False, "width": 10**6}
     return yaml.dump(data, Dumper=_Dumper, allow_unicode=True, **style)
+
+
+def _composed(reader: Any, text: str) -> Any:
+    """Returns the nodes of a text, with plain scalars of the types that they have for a run.
+
+    OmegaConf reads YAML 1.1 without dates, and ruamel.yaml reads YAML 1.2.
+    """
+    root = reader.compose(text)
+    todo, seen = [root], set[int]()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:  # by an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, MappingNode):
+            todo += (value for _, value in node.value)
+        elif isinstance(node, SequenceNode):
+            todo += node.value
+        elif isinstance(node, ScalarNode) and node.style is None:
+            if node.tag == f"{_TAG}timestamp":
+                node.ctag = Tag(suffix=f"{_TAG}str")
+            elif node.tag == f"{_TAG}str" and _SWITCH.fullmatch(node.value):
+                node.ctag = Tag(suffix=f"{_TAG}bool")
+    return root
 
 
 def _json_mapping(text: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as File
@@ -25,10 +26,12 @@ from composer_fsdp2.tools.migrate import (
 from composer_fsdp2.tools.migrate.document import Document, read_settings
 from composer_fsdp2.tools.migrate.report import (
     ADDED,
+    CHANGES,
     CONVERTED,
     DECISION,
     KEPT,
     NOT_NEEDED,
+    SAME,
     Context,
     Dialect,
     Entry,
@@ -71,6 +74,8 @@ OF_RUNS = frozenset(
 _JOB = "parameters"
 """where the platform's own files hold the run they start"""
 _BYTE_ORDER_MARK = "\ufeff"
+_OF_PLACE = re.compile(r"\$\{\s*(\.|(fsdp_config|parallelism_config\.fsdp)\b)")
+"""interpolations that start from a place, or lead to one, that the new file has not"""
 _GIVEN = "given by --set"
 """reason of the entries that `--set fsdp2.NAME` makes"""
 _NOTHING = Dialect("none", "nothing about sharding", lambda _data, _path: None, ())
@@ -291,9 +296,34 @@ class _Migration:
             if is_given:
                 # What --set says is not in the input's text.
                 entry.becomes = entry.settings
-            elif values := self.document.duplicates.get(entry.path):
+            elif isinstance(text := value_at(self.document.data, entry.path), str) and "${" in text:
+                _write_out(entry, text)
+            if not is_given and (values := self.document.duplicates.get(entry.path)):
                 reason = "written more than once; which one counts depends on the reader"
                 entry.decide(reason, *(f"{entry.key}={value}" for value in values))
+
+
+def _write_out(entry: Entry, text: str) -> None:
+    """Writes the value of an interpolation out, where the new file has no place for it.
+
+    Args:
+        entry: of a key whose row is known.
+        text: the value as the file writes it.
+    """
+    stays = bool(entry.becomes) and all(v is SAME for v in entry.becomes.values())
+    counts = bool(entry.becomes) or (entry.row is not None and entry.row.when is not None)
+    if entry.is_open or not counts or (stays and not _OF_PLACE.search(text)):
+        return
+    entry.becomes = entry.settings
+    if "${" in str(entry.value):
+        entry.decide(
+            f"`{text}` leads elsewhere from the new place, and its value is not known here",
+            f"{entry.key}=<its value>",
+        )
+        return
+    entry.reason += f"; `{text}` is {ascii_repr(entry.value)} here, which is written out"
+    if "oc.env" in text:
+        entry.status = CHANGES
 
 
 # --- Entries of one site together: what they say twice, what contradicts, what FSDP2 refuses. ---

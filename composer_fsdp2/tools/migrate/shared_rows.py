@@ -82,7 +82,7 @@ def is_plain_number(value: Any) -> bool:
     """A number above 0."""
     try:
         return int(float(value)) > 0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

@@ -31,7 +31,8 @@ _SIZES = re.compile(
 _MEMORY = re.compile(r"fp8(_.+)?|activation_offloading|disable_gradient_checkpointing")
 """names of switches of fp8 and of what is kept for backward"""
 _WRITTEN = re.compile(
-    r"\b(fsdp_config|sharding_strategy|zero_optimization|zero_stage)\b.{0,3}[:=.]"
+    r"\b(fsdp_config|parallelism_config\.fsdp|sharding_strategy|zero_optimization|zero_stage)\b"
+    r".{0,3}[:=.}]"
 )
 """settings inside a text, such as a command that writes them to a file"""
 _ENGINES = re.compile(

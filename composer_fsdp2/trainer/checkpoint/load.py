@@ -60,7 +60,9 @@ from composer_fsdp2.trainer.checkpoint.load_steps import (
     fetched,
     notes_of,
     remove_keys,
+    restore_keys,
     set_rates_by_schedules,
+    shape_as_saved,
     warn_on_rank_0,
 )
 from composer_fsdp2.trainer.override_attribute import override_attribute
@@ -153,6 +155,8 @@ class _Load:
     def __init__(self, state: State, weights_only: bool, strict: bool, ignore: Ignore) -> None:
         self.state, self.weights_only, self.strict = state, weights_only, strict
         self.ignore = ignore
+        self.ignored_of_run = ignore
+        """what is taken out of the run's own state dict"""
         self.scaler = type(state.scaler).__qualname__
         """the name under which Composer keeps the state of this run's gradient scaler"""
         self.notes: list[str] = []
@@ -170,7 +174,7 @@ class _Load:
         else:
             with asking_for(self.state.model, self.state.optimizers, self.states):
                 target = {"state": self.state.state_dict(), "rng": reproducibility.get_rng_state()}
-        target = drop_keys(target, self.ignore)
+        target = drop_keys(target, self.ignored_of_run)
         # Nothing reads them back, and another version of transformers writes other ones.
         target["state"].pop("integrations", None)
         return target
@@ -316,6 +320,7 @@ class _ShardedLoad(_Load):
         theirs = [keys[0] for keys in saved.under("state", "scaler").values() if keys]
         _rename_scaler(state, str(theirs[0]) if theirs else self.scaler)
         key_paths = list(saved.under("state", "algorithms").values())
+        shape_as_saved(state.get("callbacks"), saved)
         spread = bool(key_paths) and () not in key_paths and "algorithms" in state
         if spread:  # as `saving` does with those that hold shards
             state["algorithms"] = dict(state["algorithms"])
@@ -345,6 +350,7 @@ class _ShardedLoad(_Load):
             load_sharded({"state": {"algorithms": active}}, reader)
         self.averages = holds_averages(active)
         state = target["state"]
+        restore_keys(state.get("callbacks"))
         if "optimizers" in state:  # names in groups are those that were saved
             state["optimizers"] = self.experts.renamed(state["optimizers"])
         _rename_scaler(state, self.scaler)
@@ -410,6 +416,13 @@ class _FullLoad(_Load):
 
     saved: Any
 
+    def __init__(self, state: State, weights_only: bool, strict: bool, ignore: Ignore) -> None:
+        super().__init__(state, weights_only, strict, ignore)
+        self.removed: list[str] = []
+        """keys that a function has taken out of the file"""
+        if callable(ignore):
+            self.ignored_of_run = None  # it is for the file, which may have other keys
+
     def read(self, local: Path, remote: Any) -> StateDict:
         """Returns the values of the file. Collective: yes."""
         rank, alone = dist.get_global_rank(), self.state.load_monolith_rank0_only
@@ -428,7 +441,7 @@ class _FullLoad(_Load):
                 state: StateDict = {"model": dict(self.state.model.state_dict())}
                 if not self.weights_only:
                     state["optimizers"] = {type(o).__qualname__: {} for o in self.state.optimizers}
-                target = drop_keys({"state": state}, self.ignore)
+                target = drop_keys({"state": state}, self.ignored_of_run)
             else:
                 target = self.target_state()
         # Model and optimizer alone: nothing is lost without the rest of a file.
@@ -450,6 +463,13 @@ class _FullLoad(_Load):
     def _open(self, path: Path, share: tuple[int, int]) -> None:
         saved = self.saved = FileCheckpoint(path)
         saved.check(share)
+        self.averages = holds_averages(saved.values.get("state", {}).get("algorithms"))
+        before = list(saved.paths)
+        saved.values = drop_keys(saved.values, self.ignore)
+        saved.values.setdefault("state", {})
+        saved.refresh()
+        if callable(self.ignore):
+            self.removed = [key for key in before if key not in saved.paths]
         if self.weights_only:
             saved.values.get("state", {}).pop("optimizers", None)
         if experts := ExpertNames(saved, _names_of(self.state.model)):
@@ -457,11 +477,8 @@ class _FullLoad(_Load):
             saved.refresh()
 
     def _read(self, target: StateDict) -> StateDict:
-        saved = self.saved
-        self.averages = holds_averages(saved.values.get("state", {}).get("algorithms"))
-        values = saved.values = drop_keys(saved.values, self.ignore)
-        values.setdefault("state", {})
-        saved.refresh()
+        saved, values = self.saved, self.saved.values
+        remove_keys(target, self.removed)
         self.carry(target)
         if self.carried:
             name, state = _MUON, values["state"]

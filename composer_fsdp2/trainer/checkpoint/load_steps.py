@@ -18,7 +18,7 @@ from composer.utils.file_helpers import extract_path_from_symlink, is_tar
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from composer_fsdp2.checkpoint.metadata import METADATA
-from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, flatten
+from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, KeyPath, flatten
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import on_all_ranks
 from composer_fsdp2.text import listed
@@ -32,7 +32,9 @@ __all__ = [
     "fetched",
     "notes_of",
     "remove_keys",
+    "restore_keys",
     "set_rates_by_schedules",
+    "shape_as_saved",
     "warn_on_rank_0",
 ]
 
@@ -40,6 +42,9 @@ Ignore = Sequence[str] | Callable[[dict[str, Any]], None] | None
 
 
 StateDict = dict[str, Any]
+
+_OF_FILES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".gz", ".tgz")
+"""endings of files with all values; other objects of a store are folders of shards"""
 
 
 def as_checkpoint_error(error: BaseException) -> CheckpointError:
@@ -83,8 +88,60 @@ def _remove(holder: Any, keys: Sequence[str | int]) -> None:
     first, *rest = keys
     if rest:
         _remove(holder[first], rest)
-    if not rest or holder[first] == {}:
+    if not rest or _is_bare(holder[first]):
         del holder[first]
+
+
+def _is_bare(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_bare, value.values()))
+
+
+def shape_as_saved(callbacks: Any, saved: Checkpoint) -> None:
+    """Gives the state of callbacks a place for each value that was saved, in place.
+
+    A load fills the places that there are. A callback that was just made may lack some: of what it
+    has not met yet, of a bar that is not shown yet. Collective: no.
+
+    Args:
+        callbacks: name -> state of the run's, `None` without.
+        saved: an open checkpoint.
+    """
+    for name, value in (callbacks or {}).items():
+        places = {path: key for key, path in saved.under("state", "callbacks", name).items()}
+        # A callback may have given the very dictionary that it goes on with.
+        copied = _copied_containers(value)
+        callbacks[name] = _shaped(copied, places, saved) if places else copied
+
+
+def _shaped(value: Any, places: Mapping[KeyPath, str], saved: Checkpoint) -> Any:
+    """Returns a value with the places whose key paths, from it on, lead to keys."""
+    if () in places and (len(places) == 1 or value is None):
+        tensor = saved.tensors.get(places[()])
+        if tensor is not None and not isinstance(value, torch.Tensor):
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return None if isinstance(value, Mapping) and value else value
+    inner: dict[Any, dict[KeyPath, str]] = {}
+    for path, key in places.items():
+        if path:
+            inner.setdefault(path[0], {})[tuple(path[1:])] = key
+    if all(isinstance(part, int) for part in inner):
+        items = list(value) if isinstance(value, list) else []
+        items += [None] * (len(inner) - len(items))
+        return [_shaped(items[number], inner[number], saved) for number in sorted(inner)]
+    values = dict(value) if isinstance(value, Mapping) else {}
+    own_keys = {str(key): key for key in values}
+    for part, below in inner.items():
+        key = own_keys.get(str(part), part)
+        values[key] = _shaped(values.get(key), below, saved)
+    return values
+
+
+def restore_keys(values: Any) -> None:
+    """Moves what a load has put at a text to the key, such as a number, that it is the text of."""
+    for key in list(values) if isinstance(values, dict) else []:
+        if not isinstance(key, str) and str(key) in values:
+            values[key] = values.pop(str(key))
+        restore_keys(values.get(key))
 
 
 def notes_of(saved: Checkpoint, flat: Mapping[str, Any], left_out: Iterable[str]) -> Iterator[str]:
@@ -96,7 +153,7 @@ def notes_of(saved: Checkpoint, flat: Mapping[str, Any], left_out: Iterable[str]
         key
         for key, value in flat.items()
         if isinstance(value, torch.Tensor) and key in saved.tensors
-        if torch.promote_types(saved.tensors[key].dtype, value.dtype) != value.dtype
+        if _loses_precision(saved.tensors[key].dtype, value.dtype)
     ]
     if keys:
         stored, run_dtype = saved.tensors[keys[0]].dtype, flat[keys[0]].dtype
@@ -111,6 +168,13 @@ def notes_of(saved: Checkpoint, flat: Mapping[str, Any], left_out: Iterable[str]
             f"'{saved.path}' and the run do not both have {listed(told, 20, '')}. What the "
             "run has of it stays as it is."
         )
+
+
+def _loses_precision(stored: torch.dtype, run: torch.dtype) -> bool:
+    try:
+        return torch.promote_types(stored, run) != run
+    except RuntimeError:  # torch promotes no float8 and few unsigned integers
+        return stored.itemsize > run.itemsize
 
 
 def warn_on_rank_0(notes: Iterable[str]) -> None:
@@ -158,7 +222,9 @@ def fetched(
         try:
             if object_store is not None and path.endswith(".symlink"):
                 path = extract_path_from_symlink(path, object_store=object_store)
-            if object_store is None or Path(path).suffix in (".pt", ".tar", ".gz", ".tgz"):
+            path = path if object_store is None else path.rstrip("/")
+            is_file = is_tar(path) or is_compressed_pt(path) or Path(path).suffix in _OF_FILES
+            if object_store is None or is_file:
                 download = composers.download_checkpoint
                 file, _, _ = on_all_ranks(
                     lambda: download(path, folder, object_store, progress_bar), as_checkpoint_error

@@ -95,10 +95,12 @@ def save_and_upload(
     on_all_ranks(save, explain)
     if saver.remote_uploader is not None:
         _checks.update(task[0] for task in saver.symlink_upload_tasks)
-    # Rank 0 has removed old checkpoints by now, from the folder that it sees.
-    checkpoints += list(saver.all_saved_checkpoints_to_timestamp)[-1:]  # the one just saved
+    if saver.num_checkpoints_to_keep == 0:
+        checkpoints += list(saver.all_saved_checkpoints_to_timestamp)[-1:]  # the one just saved
+    # Rank 0 has removed old checkpoints by now, from the folder that it sees. Ranks of other
+    # replicas write nothing, and Composer notes no checkpoint there: the newest has to stay.
     for path in set(checkpoints) - set(saver.saved_checkpoints):
-        if saver.num_checkpoints_to_keep >= 0 and state.fsdp_sharded_state_dict_enabled:
+        if state.fsdp_sharded_state_dict_enabled:
             shutil.rmtree(Path(path).parent, ignore_errors=True)
 
 

@@ -14,6 +14,7 @@ import re
 import tokenize
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from composer_fsdp2.tools.migrate.python_code.table import (
@@ -167,7 +168,7 @@ class _Names:
                         self.modules.setdefault(_dotted(asked), False)
                 case ast.Call() if _CONFIG_CALLEES & self.meanings(node.func).keys():
                     values = [k.value for k in node.keywords if k.arg in _CONFIG_NAMES]
-                    self.configs.update(map(_dotted, values))
+                    self.configs.update(_dotted(part) for v in values for part in _parts_of(v))
                 case _:
                     pass
         self.configs.discard("")
@@ -219,6 +220,25 @@ class _Names:
 
     def _is_class(self, node: ast.AST) -> bool:
         return bool(_CLASSES & self.meanings(node).keys())
+
+
+def _parts_of(node: ast.expr) -> Iterator[ast.expr]:
+    """Yields the expressions of which a mapping is chosen or put together."""
+    match node:
+        case ast.IfExp(body=first, orelse=second) | ast.BinOp(left=first, right=second):
+            inner = [first, second]
+        case ast.BoolOp(values=inner):
+            pass
+        case ast.NamedExpr(value=value):
+            inner = [value]
+        case ast.Dict(keys=keys, values=values):
+            yield node
+            inner = [value for key, value in zip(keys, values, strict=True) if key is None]
+        case _:
+            yield node
+            return
+    for part in inner:
+        yield from _parts_of(part)
 
 
 class _Finder(ast.NodeVisitor):
@@ -339,8 +359,13 @@ class _Finder(ast.NodeVisitor):
                 self._report_value(_ARGUMENTS[f"{owner}.{name}"], name_node, value, names[owner])
             elif name in _LOOSE_ARGUMENTS and not _CALLEES & names.keys():
                 self._report(_LOOSE_ARGUMENTS[name], name_node, certain=False)
-        if isinstance(node.func, ast.Attribute) and positional and node.func.attr in ("get", "pop"):
-            self._check_item(node.func.value, positional[0])
+        match node.func:
+            case ast.Attribute(attr="get" | "pop" | "setdefault") if positional:
+                self._check_item(node.func.value, positional[0])
+            case ast.Attribute(attr="update") if positional:
+                self._check_configuration(node.func.value, positional[0])
+            case _:
+                pass
         self.generic_visit(node)
 
     # --- Keys of the Trainer's configuration. ---
@@ -349,6 +374,13 @@ class _Finder(ast.NodeVisitor):
         for target in node.targets:
             self._check_configuration(target, node.value)
         self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign | ast.NamedExpr) -> None:
+        if node.value is not None:
+            self._check_configuration(node.target, node.value)
+        self.generic_visit(node)
+
+    visit_NamedExpr = visit_AnnAssign
 
     def visit_Dict(self, node: ast.Dict) -> None:
         for key, value in zip(node.keys, node.values, strict=True):
@@ -370,11 +402,12 @@ class _Finder(ast.NodeVisitor):
 
     def _check_mapping(self, node: ast.expr, certain: bool) -> None:
         pairs: list[tuple[object, ast.AST, ast.expr]] = []
-        if isinstance(node, ast.Dict):
-            keys = zip(node.keys, node.values, strict=True)
-            pairs = [(key.value, key, item) for key, item in keys if isinstance(key, ast.Constant)]
-        elif isinstance(node, ast.Call) and _last_name(node.func) == "dict":
-            pairs = [(keyword.arg, keyword, keyword.value) for keyword in node.keywords]
+        for part in _parts_of(node):
+            if isinstance(part, ast.Dict):
+                keys = zip(part.keys, part.values, strict=True)
+                pairs += [(k.value, k, item) for k, item in keys if isinstance(k, ast.Constant)]
+            elif isinstance(part, ast.Call) and _last_name(part.func) == "dict":
+                pairs += [(keyword.arg, keyword, keyword.value) for keyword in part.keywords]
         for name, key_node, value in pairs:
             self._report_value(_KEYS.get(str(name)), key_node, value, certain)
 
