@@ -44,7 +44,11 @@ class TilingPlan:
 
 
 def plan_tiling(
-    tree: ModuleTree, settings: TilingSpec, *, units: Collection[str] = ()
+    tree: ModuleTree,
+    settings: TilingSpec,
+    *,
+    units: Collection[str] = (),
+    conditional: Collection[str] = (),
 ) -> TilingPlan:
     """Decides which modules run in tiles.
 
@@ -54,6 +58,8 @@ def plan_tiling(
         tree: of the whole model, before anything is wrapped.
         settings: `tiled_mlp`.
         units: names of the modules that gather their own parameters.
+        conditional: names of modules that a rank may leave out of a step. What is in them is
+            chosen by name alone, and then refused: all ranks compare the first tiles together.
 
     Raises:
         PlanError: when nothing is chosen, or something that cannot be cut.
@@ -62,7 +68,12 @@ def plan_tiling(
         chosen = select_modules(tree, "tiled_mlp.names", settings.names, settings.classes)
         chosen.pop("", None)
     else:
-        chosen = {n: m for n, m in tree.modules() if n.rpartition(".")[2] in _USUAL_NAMES}
+        chosen = {
+            name: module
+            for name, module in tree.modules()
+            if name.rpartition(".")[2] in _USUAL_NAMES
+            and not set(outer_names(name)).intersection(conditional)
+        }
     if not chosen:
         raise PlanError(
             "tiled_mlp is on, but no module is called "
@@ -76,6 +87,11 @@ def plan_tiling(
             reason = f"it lies in '{outer[0]}', which is cut as well"
         elif not has_forward(module):
             reason = "it has no forward"
+        elif parts := sorted(set(outer_names(name)).intersection(conditional)):
+            reason = (
+                f"a rank may leave '{parts[0]}' out of a step, and all ranks compare the "
+                "first tiles together (where all call it in every step: unused_parameters: false)"
+            )
         elif inside := [unit for unit in units if name in outer_names(unit)]:
             reason = f"'{inside[0]}' is an FSDP unit, and would be gathered once for each tile"
         elif any(isinstance(part, BatchNorm) for part in module.modules()):
@@ -98,7 +114,8 @@ class TiledMLP(Transformation[TilingPlan]):
         if facts.settings.tiled_mlp is None:
             return None
         units = [unit.module for unit in facts.units.units if unit.module]
-        return plan_tiling(facts.tree, facts.settings.tiled_mlp, units=units)
+        spec, conditional = facts.settings.tiled_mlp, facts.conditional
+        return plan_tiling(facts.tree, spec, units=units, conditional=conditional)
 
     def apply(self, tree: ModuleTree, plan: TilingPlan) -> None:
         """Makes the modules of the plan run in tiles, in place; see [Note: tiles].

@@ -46,6 +46,8 @@ class ModelFacts:
     """of forwards"""
     odd_optimizer: str = ""
     """class of an optimizer that is not known to compute each element by itself"""
+    conditional: tuple[str, ...] = ()
+    """names of modules that a rank may leave out of a step"""
     is_checkpointed: Callable[[str, nn.Module], bool] | None = None
     """whether the model itself asks for activation checkpointing of a module; `None` is unknown"""
 

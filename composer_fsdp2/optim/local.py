@@ -83,6 +83,8 @@ class LocalStep:
         self._stepping: list[_Shard] = []
         """shards of the step that is being made"""
         self._copy: torch.optim.Optimizer | None = None
+        self._seen: list[dict[str, Any]] = []
+        """settings, as the optimizer and its copy had them when they were last compared"""
         # Composer's makes `step` on the device and reads it for each parameter, where the host
         # waits every time. torch's own keep it on the CPU, unless a kernel of theirs reads it.
         self._reads_steps = type(optimizer).__name__ == "DecoupledAdamW"
@@ -130,7 +132,7 @@ class LocalStep:
             params: for each group the parameters that are stepped.
             others: state under keys that are no sharded parameters.
         """
-        self._stepping = []
+        self._stepping, self._seen = [], _settings_of(optimizer)
         groups = [
             {**group, "params": list(map(self._plain, chosen))}
             for group, chosen in zip(optimizer.param_groups, params, strict=True)
@@ -148,7 +150,8 @@ class LocalStep:
     def end(self, optimizer: torch.optim.Optimizer, copy: torch.optim.Optimizer) -> None:
         """Gives the optimizer the values that a step has set in the copy that `begin` made.
 
-        Drops references to gradients, which would outlive `zero_grad`, and to replaced memory.
+        What others have set in the optimizer meanwhile, such as a learning rate, stays. Drops
+        references to gradients, which would outlive `zero_grad`, and to replaced memory.
 
         Raises:
             PlanError: a hook has replaced a gradient after it was read.
@@ -176,11 +179,7 @@ class LocalStep:
                     local.data = shard.source
         self._stepping = []
         optimizer.state.update(state)
-        vars(optimizer).update(
-            {k: v for k, v in vars(copy).items() if k not in ("param_groups", "state")}
-        )
-        for group, other in zip(optimizer.param_groups, copy.param_groups, strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
+        self._carry(copy, optimizer)
         if replaced:
             raise PlanError(
                 "A hook before the optimizer's step has replaced gradients of sharded parameters "
@@ -189,6 +188,14 @@ class LocalStep:
                 "(`param.grad.mul_(factor)`), register the hook before prepare_fully_shard, or "
                 "write local_step: false."
             )
+
+    def _carry(self, source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+        """Gives one optimizer the settings that have changed in the other."""
+        owners = [vars(target), *target.param_groups]
+        for seen, settings, owner in zip(self._seen, _settings_of(source), owners, strict=False):
+            changed = {k: v for k, v in settings.items() if k not in seen or seen[k] is not v}
+            seen.update(changed)
+            owner.update(changed)
 
     def _plain(self, param: Any) -> Any:
         """Returns the plain parameter for a step; the parameter itself if it is not sharded."""
@@ -235,6 +242,9 @@ class LocalStep:
                     shard.local.grad = shard.grad = None
                 loss = closure(*inner, **named)
                 self._give_gradients()
+                if self._copy is not None:
+                    # Composer's Trainer calls most callbacks in here, and one may set a rate.
+                    self._carry(optimizer, self._copy)
                 return loss
 
             return run if callable(closure) else closure
@@ -251,6 +261,13 @@ class LocalStep:
 
     def step_alone(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps the parameters that `params_of` leaves out, after all others."""
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Returns an optimizer's attributes, and those of each group, without tensors it steps."""
+    kept = ("param_groups", "state", "params")
+    owners = [vars(optimizer), *optimizer.param_groups]
+    return [{k: v for k, v in owner.items() if k not in kept} for owner in owners]
 
 
 def local_gradient(param: Any) -> torch.Tensor | None:

@@ -117,6 +117,7 @@ class PreparePlan:
             device_type=self.device_type,
             compute=self.compute,
             odd_optimizer=type(odd[0]).__name__ if odd else "",
+            conditional=tuple(self.conditional),
             is_checkpointed=activation_choice(tree, frozenset(blocks)),
         )
         self.transformations, facts = plan_transformations(transformations, facts)

@@ -27,7 +27,6 @@ __all__ = [
     "announce_backward",
     "attach",
     "backward_number",
-    "carry_requires_grad",
     "drop_unreduced",
     "exchange_inputs",
     "free_after_forward",
@@ -309,20 +308,6 @@ def trained_params(group: Any) -> list[Any]:
     ]
 
 
-def carry_requires_grad(group: Any) -> None:
-    """Gives the shards of a gathered group the `requires_grad` of their gathered parameters.
-
-    Whoever freezes or unfreezes a gathered parameter, as PEFT's `disable_adapter` does around a
-    reference pass, sets the flag of the gathered copy. Torch copies it the other way alone, at the
-    next gather: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L590
-    """
-    if group.is_unsharded:
-        for param in group.fsdp_params:
-            flag = param._unsharded_param.requires_grad
-            if param.sharded_param.requires_grad != flag:
-                param.sharded_param.requires_grad_(flag)
-
-
 def has_gradient(param: Any) -> bool:
     """Says whether the parameter has a gradient that is not reduced yet."""
     return param._unsharded_param.grad is not None or _accumulated(param) is not None
@@ -488,11 +473,13 @@ class _Replacements:
 
     def __init__(self, group: Any, hear: Callable[[str], bool]) -> None:
         self._group, self._hear = group, hear
+        self._trained: dict[int, bool] = {}
+        """index of a gathered parameter -> whether it was trained when it was last compared"""
         self.original = {name: getattr(group, name) for name in _NAMES}
 
     def pre_forward(self, *args: Any) -> Any:
         # A unit that stayed gathered; one that is freed carries its flags when it is.
-        carry_requires_grad(self._group)
+        self._carry_requires_grad()
         self._hear("before_forward")
         return self.original["pre_forward"](*args)
 
@@ -545,6 +532,8 @@ class _Replacements:
     def _to_unsharded(self) -> None:
         self._hear("before_unsharded")
         self.original["_to_unsharded"]()
+        params = enumerate(self._group.fsdp_params)
+        self._trained = {number: param.sharded_param.requires_grad for number, param in params}
         self._hear("after_unsharded")
 
     def _to_sharded(self) -> None:
@@ -559,8 +548,24 @@ class _Replacements:
         # Hooks of `state_dict` and `load_state_dict` come here too, gathered or not.
         frees = not self._group.is_unsharded or self._hear("may_free")
         if frees:
-            carry_requires_grad(self._group)
+            self._carry_requires_grad()
         return frees
+
+    def _carry_requires_grad(self) -> None:
+        """Gives shards and gathered parameters of a gathered group the same `requires_grad`.
+
+        Whoever freezes or unfreezes a gathered parameter, as PEFT's `disable_adapter` does around a
+        reference pass, sets the flag of the gathered copy; an optimizer's groups have the shard.
+        What has changed since the gather counts, of both the shard. Torch copies the shard's flag
+        at a gather alone: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L590
+        """
+        for number, param in enumerate(self._group.fsdp_params if self._group.is_unsharded else ()):
+            shard, gathered = param.sharded_param, param._unsharded_param
+            if shard.requires_grad != self._trained.get(number, shard.requires_grad):
+                gathered.requires_grad_(shard.requires_grad)
+            elif shard.requires_grad != gathered.requires_grad:
+                shard.requires_grad_(gathered.requires_grad)
+            self._trained[number] = shard.requires_grad
 
 
 # --- Out of memory. ---
@@ -590,10 +595,21 @@ def reserve_reduction(group: Any) -> None:
     if group.device.type == "cpu" or not group.reduce_grads or not size:
         return
     ranks, byte = group.mesh_info.shard_mesh_size, torch.uint8
+    # Torch copies gradients of shards that are not made of rows before it sends them.
+    copies = [
+        torch.empty(
+            param._sharded_param_data.numel() * ranks,
+            dtype=param.param_dtype or param.orig_dtype,
+            device=group.device,
+        )
+        for param in group.fsdp_params
+        if param.sharded_param.requires_grad
+        if getattr(param.sharded_param.placements[-1], "dim", 0)
+    ]
     buffer = torch.empty(size * ranks, dtype=byte, device=group.device)
     with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
         part = torch.empty(size, dtype=byte, device=group.device)
-    del buffer, part
+    del buffer, part, copies
 
 
 def reset_iteration(units: Iterable[FSDPModule]) -> None:

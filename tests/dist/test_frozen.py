@@ -264,3 +264,24 @@ def test_nothing_or_everything_is_frozen(frozen: bool, word: str):
     model = TinyLM().requires_grad_(not frozen)
     with pytest.raises(PlanError, match=f"frozen is 'replicate', and {word} parameter"):
         prepare_fully_shard(model, None, REPLICATE)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("holder", ["optimizer", "model"])
+def test_freezing_between_forwards_lasts(holder: str):
+    """An optimizer holds the shards, and a module its gathered parameters after an evaluation."""
+    model = TinyLM()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    prepare_fully_shard(model, optimizer, {})
+    head = optimizer.param_groups[0]["params"][-1]
+    assert head is model.head.weight
+    ids = torch.arange(8).reshape(2, 4)
+    for is_trained in (False, True, False):
+        with torch.no_grad():
+            model(ids)  # leaves the root unit gathered
+        held = head if holder == "optimizer" else model.head.weight
+        held.requires_grad_(is_trained)
+        model(ids).sum().backward()
+        assert head.requires_grad is is_trained
+        assert (head.grad is not None) is is_trained
+        optimizer.zero_grad()

@@ -424,6 +424,31 @@ def test_a_closure_runs_once_and_its_gradients_are_stepped(name: str):
     assert_same(*pairs)
 
 
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["decoupled adamw", "adamw foreach", "sgd momentum", "own"])
+def test_settings_that_change_while_a_closure_runs_are_stepped_with(name: str):
+    """Composer's Trainer calls `before_train_batch` and its like inside of the closure."""
+    pairs = [prepared(OPTIMIZERS[name], local_step=how) for how in ("auto", False)]
+    for model, optimizer in pairs:
+        for number, rate in enumerate((0.0, 0.01, 0.0)):
+            before = [full(param).clone() for param in model.parameters()]
+
+            def closure(model=model, optimizer=optimizer, rate=rate):
+                optimizer.param_groups[0]["lr"] = rate
+                optimizer.noted = rate
+                loss = model(torch.full((4, 5), 0.5)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure=closure)
+            optimizer.zero_grad()
+            assert optimizer.param_groups[0]["lr"] == optimizer.noted == rate
+            after = [full(param) for param in model.parameters()]
+            is_same = all(map(torch.equal, before, after))
+            assert is_same is (rate == 0.0), number
+    assert_same(*pairs)
+
+
 class LooksFirst(optim.Adam):
     """Asks for its groups before it runs the closure, and keeps them."""
 

@@ -155,6 +155,11 @@ def _matrices(number: int, split: MatrixSplit, ranks: Ranks) -> Iterator[Matrix]
     for outputs in split.layout.outputs(split.shape):
         positions = [torch.arange(size) for size in split.shape]
         positions[split.layout.axis] = outputs
+        if len(positions) == 3 and cut_along and 0 not in cut_along:
+            # The experts of a layer, of which each shard has some rows or columns.
+            for expert in positions[0].split(1):
+                yield Matrix(number, (expert, *positions[1:]))
+            continue
         if len(positions) == 2 or cut_along != {0}:
             yield Matrix(number, tuple(positions), owner=0 if len(ranks.group_ranks) == 1 else None)
             continue

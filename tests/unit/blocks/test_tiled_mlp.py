@@ -215,6 +215,16 @@ def test_modules_that_cannot_be_cut(mlp, spec, units, said):
         plan_tiling(ModuleTree.read(Model(mlp)), TilingSpec(shards=2, **spec), units=units)
 
 
+def test_parts_that_a_rank_may_leave_out():
+    """All ranks compare the first tiles together, and one that never calls the part would not."""
+    model = nn.ModuleDict({"tower": Model(), "blocks": Model()})
+    tree, spec = ModuleTree.read(model), TilingSpec(shards=2)
+    assert plan_tiling(tree, spec, conditional=["tower"]).modules == ("blocks.mlp",)
+    named = TilingSpec(shards=2, names=("*.mlp",))
+    with pytest.raises(PlanError, match=r"'tower.mlp' was chosen .* may leave 'tower' out"):
+        plan_tiling(tree, named, conditional=["tower"])
+
+
 def test_a_model_without_mlps():
     with pytest.raises(PlanError, match="no module is called mlp or ffn or feed_forward"):
         plan_tiling(ModuleTree.read(nn.Sequential(nn.Linear(2, 2))), TilingSpec(shards=2))

@@ -221,6 +221,14 @@ def test_lists_of_matrices_do_not_travel():
     assert [*map(collectives, copies)] == [1] * 4  # the way back alone
 
 
+def test_experts_that_all_shards_have_a_part_of_are_matrices_of_their_own():
+    params = [divided((8, 16, 16), MatrixLayout(), dim=1)] * 2
+    planned = run_all(params, ranks_of(4), 2 * 16 * 16)
+    assert len(planned[0].buckets) == 2  # of 16 matrices, two a rank at a time
+    loads = _loads(planned)
+    assert min(loads) == max(loads)
+
+
 def _loads(planned: list[MatrixExchange]) -> list[int]:
     return [
         sum(matrix.work for ways in exchange.buckets for matrix in owned(ways))

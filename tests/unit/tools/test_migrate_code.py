@@ -372,6 +372,9 @@ def test_what_only_looks_alike_is_not_reported(code):
     assert found(code) == []
 
 
+CONFIGURED = "parallelism_config={'fsdp': ...}?"
+
+
 @pytest.mark.table(
     "from .shared import prepare_fsdp_module-expected2",
     "from fairscale.nn import FullyShardedDataParallel as F\\nF(m)-expected3",
@@ -397,10 +400,22 @@ def test_what_only_looks_alike_is_not_reported(code):
         ("parallelism_config.get('fsdp', {})", ["parallelism_config={'fsdp': ...}?"]),
         ("kw = {'parallelism_config': {'fsdp': {}}}", ["parallelism_config={'fsdp': ...}?"]),
         ("trainer.fsdp_modules", ["state.fsdp_modules?"]),
+        ("parallelism_config: dict[str, Any] = {'fsdp': {}}", [CONFIGURED]),
+        ("build(parallelism_config={'fsdp': a} if n > 1 else None)", [CONFIGURED]),
+        ("build(parallelism_config=given or {'fsdp': a})", [CONFIGURED]),
+        ("build(parallelism_config={**{'fsdp': a}, 'tp': None} | more)", [CONFIGURED]),
+        ("build(n, parallelism_config=(found := {'fsdp': a}))", [CONFIGURED]),
+        ("parallelism_config.update({'fsdp': a})", [CONFIGURED]),
+        ("parallelism_config.setdefault('fsdp', a)", [CONFIGURED]),
     ],
 )
 def test_what_cannot_be_known_is_reported_as_perhaps(code, expected):
     assert found(code) == expected
+
+
+def test_a_mapping_that_is_put_into_the_configuration():
+    code = "base = {'fsdp': a}\nTrainer(parallelism_config={**base, 'tp': None})"
+    assert found(TRAINER + code) == ["parallelism_config={'fsdp': ...}"]
 
 
 def test_a_name_with_two_origins_is_perhaps_and_a_failed_import_is_not():

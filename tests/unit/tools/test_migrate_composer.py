@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -600,3 +601,55 @@ def test_two_places_for_one_thing_are_refused():
     text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nparallelism_config:\n  tp: null\n"
     with pytest.raises(ConfigError, match="both 'fsdp_config' and 'parallelism_config'"):
         migrate(text)
+
+
+INTERPOLATED = """
+max_duration: 1ba
+variables: {ac: true, strategy: SHARD_GRAD_OP}
+fsdp_config:
+  sharding_strategy: ${oc.env:NOWHERE_SET,${variables.strategy}}
+  activation_checkpointing: ${..variables.ac}
+  activation_cpu_offload: ${fsdp_config.activation_checkpointing}
+  verbose: ${variables.ac}
+"""
+
+
+def test_interpolations_lead_to_the_same_values():
+    """From its new place a relative one leads elsewhere, and a block that is gone has no values."""
+    report = migrate(INTERPOLATED)
+    new = OmegaConf.create(report.text)
+    block: Any = OmegaConf.to_container(new, resolve=True)
+    assert block["parallelism_config"]["fsdp2"] == {
+        "reshard_after_forward": False,
+        "activation_checkpointing": True,
+        "activation_cpu_offload": True,
+        "verbose": True,
+        "state_dict_type": "full",
+    }
+    assert "verbose: ${variables.ac}" in report.text
+    for key in ("sharding_strategy", "activation_checkpointing", "activation_cpu_offload"):
+        assert "here, which is written out" in entry_of(report, f"fsdp_config.{key}").reason
+    # It goes by the machine that migrates.
+    assert entry_of(report, "fsdp_config.sharding_strategy").status is Status.CHANGES
+
+
+def test_interpolations_that_lead_nowhere_are_decisions():
+    relative = migrate("max_duration: 1ba\nfsdp_config: {verbose: '${..gone}'}\n")
+    assert entry_of(relative, "fsdp_config.verbose").status is Status.DECISION
+    block = "parallelism_config: {fsdp: {mixed_precision: PURE}}\n"
+    text = f"run_name: r-${{parallelism_config.fsdp.mixed_precision}}\n{block}"
+    assert entry_of(migrate(text), "run_name").status is Status.DECISION
+
+
+@pytest.mark.parametrize(("word", "value"), [("yes", True), ("Off", False), ("'no'", "no")])
+def test_words_are_truth_values_as_for_the_run(word: str, value: Any):
+    """OmegaConf reads YAML 1.1, and dates as text."""
+    text = (
+        f"made: 2024-05-01\nv: PURE\nfsdp_config: {{verbose: {word}, mixed_precision: '${{v}}'}}\n"
+    )
+    report = migrate(text)
+    entry = entry_of(report, "fsdp_config.verbose")
+    assert entry.value == value
+    assert entry.is_open is isinstance(value, str)
+    assert entry_of(report, "fsdp_config.mixed_precision").value == "PURE"
+    assert f"verbose: {word}" in report.text

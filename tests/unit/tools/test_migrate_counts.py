@@ -30,6 +30,7 @@ CLIPPED = {
     "algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0}}
 }
 """unless a file says otherwise"""
+UNDECAYED = [{"param_str_match": r"bias|norm|\bln_", "weight_decay": 0.0}]
 LINEAR = {"name": "linear_decay_with_warmup", "t_warmup": "0ba"}
 SPLIT = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
 
@@ -80,7 +81,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # The decay of transformers' AdamW is multiplied with the rate.
     (
         {"learning_rate": 2e-5, "weight_decay": 0.1},
-        {"optimizer": {**ADAMW, "weight_decay": 2e-6}, "scheduler": LINEAR, **CLIPPED},
+        {
+            "optimizer": {**ADAMW, "weight_decay": 2e-6, "param_groups": UNDECAYED},
+            "scheduler": LINEAR,
+            **CLIPPED,
+        },
     ),
     (
         {
@@ -106,8 +111,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"scheduler": {"name": "cosine_with_warmup", "t_warmup": "0.1dur"}},
     ),
     (
-        {"lr_scheduler_type": "constant"},
+        {"lr_scheduler_type": "constant", "warmup_ratio": 0.03},  # which transformers leaves out
         {"scheduler": {"name": "constant_with_warmup", "t_warmup": "0ba"}},
+    ),
+    (
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.03},
+        {"scheduler": {"name": "constant_with_warmup", "t_warmup": "0.03dur"}},
     ),
 ]
 
@@ -145,11 +154,13 @@ def test_the_optimizer_computes_the_same(source: str):
         data = ZERO | {"optimizer": {"type": "AdamW", "params": given}}
         block = _beside(migrate(json.dumps(data)))["optimizer"]
     assert block.pop("name") == "decoupled_adamw"
+    groups = block.pop("param_groups", [])
+    assert groups == (UNDECAYED if source == "arguments" else [])
     models = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [
-        torch.optim.AdamW(models[0].parameters(), **given),
-        DecoupledAdamW(models[1].parameters(), **block),
+        torch.optim.AdamW(_groups(models[0], groups), **given),
+        DecoupledAdamW(_groups(models[1], groups), **block),
     ]
     schedules = [LambdaLR(optimizer, lambda step: 1 / (step + 1)) for optimizer in optimizers]
     for step in range(5):
@@ -159,6 +170,17 @@ def test_the_optimizer_computes_the_same(source: str):
             optimizer.step()
             schedule.step()
     torch.testing.assert_close(*(model.weight for model in models), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(*(model.bias for model in models), rtol=1e-12, atol=1e-14)
+
+
+def _groups(model: nn.Module, written: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups, as LLM Foundry makes them of what is written."""
+    named = dict(model.named_parameters())
+    groups: list[dict[str, Any]] = []
+    for group in written:
+        names = [name for name in named if re.search(group["param_str_match"], name)]
+        groups.append({"params": [named.pop(name) for name in names], "weight_decay": 0.0})
+    return [{"params": list(named.values())}, *groups]
 
 
 @pytest.mark.parametrize(
@@ -312,3 +334,42 @@ def test_deepspeed_in_files_of_others():
     plugin = {"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": settings}
     entry = entry_of(migrate(dump(plugin)), "global_train_batch_size")
     assert entry.value == "samples of one forward x 4 x 8"
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "keys", "expected", "status"),
+    [
+        ("WarmupLR", {"warmup_num_steps": "auto"}, {"warmup_steps": 20}, "20ba", "changes"),
+        ("WarmupLR", {"warmup_type": "linear"}, {"warmup_ratio": 0.1}, "0.1dur", "converted"),
+        ("WarmupDecayLR", {"warmup_num_steps": 7}, {"warmup_steps": 20}, "7ba", "changes"),
+        ("WarmupDecayLR", {}, {"lr_scheduler_type": "cosine"}, "0ba", "converted"),
+        ("WarmupLR", {"warmup_min_lr": 1e-6}, {"warmup_steps": 20}, None, "changes"),
+        ("OneCycle", {}, {"warmup_steps": 20}, None, "changes"),
+    ],
+)
+def test_a_schedule_of_deepspeed_is_preferred(
+    kind: str, params: dict[str, Any], keys: dict[str, Any], expected: str | None, status: str
+):
+    """As transformers has it; DeepSpeed's own default rises with a logarithm."""
+    names = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear_decay_with_warmup"}
+    block = {"scheduler": {"type": kind, "params": params}}
+    report = migrate(dump({"deepspeed": ZERO | block, "learning_rate": 2e-5, **keys}), world_size=8)
+    scheduler = _beside(report).get("scheduler")
+    assert scheduler == (expected and {"name": names[kind], "t_warmup": expected})
+    assert entry_of(report, "deepspeed.scheduler").status.value.startswith(status)
+    if expected is None:
+        assert entry_of(report, "warmup_steps").status is Status.NOT_NEEDED
+
+
+def test_state_in_bits_stays_in_bits():
+    report, beside = arguments(learning_rate=2e-5, optim="adamw_bnb_8bit")
+    assert beside["optimizer"]["name"] == "decoupled_adamw"
+    entry = entry_of(report, "optim")
+    assert (entry.status, entry.settings) == (Status.CHANGES, {"optimizer_state": {"bits": 8}})
+
+
+def test_an_adam_whose_decay_is_a_part_of_the_gradient_is_no_adamw():
+    params = {"lr": 2e-5, "weight_decay": 0.1, "adam_w_mode": False}
+    report = migrate(json.dumps(ZERO | {"optimizer": {"type": "Adam", "params": params}}))
+    assert "optimizer" not in _beside(report)
+    assert entry_of(report, "optimizer").status is Status.CHANGES

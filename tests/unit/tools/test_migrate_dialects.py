@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -458,7 +459,8 @@ def test_block_of_accelerate_and_of_training_arguments(key, value, status, becom
     name = f"fsdp_config.fsdp_{key}"
     check(in_block(key, value), ACCELERATE, name, status, becomes, default)
     report = in_block(key, value, top=False)
-    check(report, TRAINING_ARGUMENTS, name, status, becomes, default)
+    # Transformers 5, which reads `version`, has one default.
+    check(report, TRAINING_ARGUMENTS, name, status, becomes, {"state_dict_type": "full"})
 
 
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), TOP)
@@ -733,6 +735,8 @@ def reports_of(dialect: Dialect) -> list[Report]:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
         reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
         reports += [in_arguments(key, value) for key, value in counted(TRAINING)]
+        reports.append(in_arguments("optim", "adamw_bnb_8bit"))
+        reports += [in_block("cpu_offload", switch, top=False) for switch in (True, False)]
         return reports + [in_loading(**{key: value}) for key, value, *_ in LOADING]
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
@@ -860,3 +864,29 @@ def test_single_experts_of_roll_are_units_beside_their_blocks():
     report = migrate_data({"a": {"strategy_config": strategy}})
     assert settings_of(report)["wrap_policy"] == {"classes": ["Layer", "Expert"]}
     assert settings_of(report)["unused_parameters"] is False
+
+
+def test_arguments_of_transformers_5():
+    """With `version: 2` inside, which Composer's block of this name has too."""
+    block = {
+        "version": 2,
+        "reshard_after_forward": True,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "cpu_offload": True,
+        "activation_checkpointing": True,
+    }
+    report = migrate(dump({"fsdp": True, "fsdp_config": block, "bf16": True, "max_steps": 100}))
+    assert report.dialect == "huggingface"
+    assert not report.having(Status.DECISION, Status.CHANGES)
+    assert settings_of(report) == {
+        "reshard_after_forward": "auto",
+        "wrap_policy": {"classes": ["LlamaDecoderLayer"]},
+        "cpu_offload": True,
+        "activation_checkpointing": True,
+        "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"},
+        "state_dict_type": "full",
+    }
+    assert yaml.safe_load(report.text)["max_duration"] == "100ba"
+    check_stable(report)
+    off = migrate(dump({"fsdp": True, "fsdp_config": {**block, "cpu_offload": False}}))
+    assert "cpu_offload" not in settings_of(off)
