@@ -22,7 +22,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,11 +153,28 @@ def rehearse(cfg: DictConfig, cluster: Cluster, *, plan_only: bool = False) -> R
 # --- The configuration. ---
 
 
+def _texts_of(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yields the texts in a configuration with their keys, joined by dots."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _texts_of(item, f"{path}.{key}" if path else str(key))
+
+
 def _read_config(
     rehearsal: Rehearsal, cfg: DictConfig, cluster: Cluster
 ) -> tuple[dict[str, Any], Any] | None:
     """Reads the run as LLM Foundry does; returns the logged configuration and the parsed one."""
     transforms, run = [*registry.config_transforms.get_all()], cfg
+    for path, value in _texts_of(OmegaConf.to_container(cfg, resolve=False), ""):
+        if "${oc.env:" in value:
+            rehearsal.add(
+                f"{path} is {value}, and LLM Foundry's train script switches oc.env off: the run "
+                "would stop with UnsupportedInterpolationType.",
+                f"Give the value on the command line: {path}=...",
+            )
     with rehearsal.step("The configuration"):
         read: Any = OmegaConf.to_container(cfg, resolve=True)
         for text in wrong_kinds("", TrainConfig, read):
@@ -520,6 +537,8 @@ def _check_load_path(
     path, is_fsdp2 = config.load_path, (config.fsdp_config or {}).get("version") == 2
     if path is None or "://" in path or path.endswith(".symlink"):
         return
+    if config.autoresume and _has_latest(config, run_name):
+        return  # the run goes on from there
     with rehearsal.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
         local = Path(format_name_with_dist(path, run_name))
         try:
@@ -535,6 +554,14 @@ def _check_load_path(
         except CheckpointError as error:
             for finding in findings_of(error):
                 rehearsal.add(f"load_path: {finding.what}", finding.advice)
+
+
+def _has_latest(config: Any, run_name: str) -> bool:
+    """Returns whether the save_folder may have a checkpoint that autoresume goes on from."""
+    folder, name = config.save_folder, config.save_latest_filename or "latest-rank{rank}.pt"
+    if folder is None or "://" in folder:
+        return folder is not None
+    return Path(format_name_with_dist(f"{folder}/{name}", run_name)).exists()
 
 
 # --- The plan. ---

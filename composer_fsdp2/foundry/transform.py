@@ -143,7 +143,9 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
         parsed = _move_tensor_parallel(parsed)
     block = parsed.get("fsdp_config")
     if isinstance(block, Mapping) and _MARKER in block:
-        settings = {key: value for key, value in block.items() if key != _MARKER}
+        # LLM Foundry takes a planner that is written for a mapping, null too.
+        nothing = [name for name in ("load_planner", "save_planner") if block.get(name) is None]
+        settings = {k: v for k, v in block.items() if k not in (_MARKER, *nothing)}
         if block[_MARKER] == 2:
             config = fsdp2_settings(parsed)
             # What LLM Foundry would otherwise decide itself is written out. It takes a missing

@@ -31,6 +31,7 @@ from composer_fsdp2.trainer.checkpoint.save import (
     check_saved_names,
     note_start,
 )
+from composer_fsdp2.trainer.checkpoint.save_folder import check_savers
 from composer_fsdp2.trainer.config import concerns_fsdp2, parse_parallelism_config
 from composer_fsdp2.trainer.extensions.table import check_extensions, items_of
 from composer_fsdp2.trainer.override_attribute import override_attribute
@@ -190,5 +191,6 @@ def wrap_model(
     if any(isinstance(callback, CheckpointSaver) for callback in state.callbacks):
         check_saved_adapters(state)
         check_saved_names(state)
+        check_savers(state)
     original(trainer, model, optimizers)
     search_save_folder(state, getattr(trainer, ARGUMENTS, {}))

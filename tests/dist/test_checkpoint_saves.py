@@ -30,7 +30,7 @@ from composer_fsdp2.checkpoint.contents import CHECKSUMS
 from composer_fsdp2.checkpoint.convert import convert_to_sharded
 from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.checkpoint.write import Savers, write_sharded
-from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.step import agreement
 from composer_fsdp2.trainer.checkpoint import save
 from tests.dist.test_fsdp1_checkpoints import resume
@@ -580,6 +580,76 @@ def test_the_saver_can_be_a_callback(tmp_path: Path):
     for name, batches in (("a", "246"), ("b", "36")):
         for batch in batches:
             open_checkpoint(tmp_path / name / f"ep0-ba{batch}").check()
+
+
+@pytest.mark.world_size(1)
+def test_two_savers_of_one_folder_are_refused(tmp_path: Path):
+    """Sharded checkpoints have the name of the time alone: one saver would remove the other's."""
+
+    def made(kind: str, name: str) -> None:
+        model = built(TinyComposer)
+        savers = [
+            CheckpointSaver(folder=str(tmp_path)),
+            CheckpointSaver(folder=str(tmp_path), filename=f"{name}{{batch}}.pt"),
+        ]
+        with installed():
+            optimizer, settings = torch.optim.AdamW(model.parameters()), {"state_dict_type": kind}
+            trainer = trainer_for(model, optimizer, samples_of(2, 8), settings, callbacks=savers)
+        trainer.close()
+
+    with pytest.raises(ConfigError, match=f"Two CheckpointSavers save to '{tmp_path}'"):
+        made("sharded", "archive-ba")
+    made("sharded", "archive/ba")
+    made("full", "archive-ba")
+
+
+@pytest.mark.world_size(1)
+def test_autoresume_searches_the_folder_of_a_callback(tmp_path: Path):
+    """Past a checkpoint that was cut off, and without the link that a kill may have taken."""
+
+    def run(until: int) -> int:
+        model = built(TinyComposer)
+        with installed():
+            trainer = trainer_for(
+                model,
+                torch.optim.AdamW(model.parameters()),
+                samples_of(STEPS, 8),
+                max_duration=f"{until}ba",
+                callbacks=[CheckpointSaver(folder=str(tmp_path), save_interval="2ba")],
+                run_name="r",
+                autoresume=True,
+            )
+            began = int(trainer.state.timestamp.batch)
+            trainer.fit()
+        trainer.close()
+        return began
+
+    assert run(4) == 0
+    (tmp_path / "ep0-ba4" / "__0_0.distcp").write_bytes(b"")
+    (tmp_path / "latest-rank0.pt").unlink()
+    with pytest.warns(match="Autoresume passes over .*ep0-ba4|does not point to the newest"):
+        assert run(6) == 2
+
+
+@pytest.mark.world_size(1)
+def test_a_save_in_the_background_after_fit_is_told_of(tmp_path: Path):
+    model = built(TinyComposer)
+    with installed():
+        trainer = trainer_for(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            samples_of(3, 8),
+            {"async_save": True},
+            max_duration="3ba",
+            save_folder=str(tmp_path),
+            save_interval="2ba",
+        )
+        trainer.fit()
+        trainer.state.timestamp = trainer.state.timestamp.to_next_batch()
+        trainer.save_checkpoint_to_save_folder()
+        with pytest.warns(match="was in the background when .* complete, but not linked"):
+            trainer.close()
+    assert (tmp_path / "ep0-ba4" / ".metadata").is_file()
 
 
 # --- what the planner of a save plans ---

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.utils import dist
 from composer.utils.file_helpers import format_name_with_dist, parse_uri
@@ -44,6 +45,14 @@ def search_save_folder(state: State, arguments: Mapping[str, Any]) -> None:
         CheckpointError: on every rank, when the folder cannot be searched.
     """
     save_folder, latest = arguments.get("save_folder"), arguments.get("save_latest_filename")
+    filename = arguments.get("save_filename")
+    savers = (callback for callback in state.callbacks if isinstance(callback, CheckpointSaver))
+    if save_folder is None and (saver := next(savers, None)) is not None:
+        # Composer resumes from the folder of a saver among the callbacks too.
+        save_folder, filename = saver.folder, saver.filename.filename
+        latest = saver.latest_filename and saver.latest_filename.filename
+        if saver.remote_uploader is not None:
+            save_folder = saver.remote_uploader.remote_folder
     resumes = arguments.get("autoresume") and save_folder is not None and latest is not None
     if not resumes:
         return
@@ -60,7 +69,7 @@ def search_save_folder(state: State, arguments: Mapping[str, Any]) -> None:
         return
     searches = dist.get_global_rank() == 0 and folder.is_dir()
     paths = on_all_ranks(
-        lambda: _settle(folder, link, str(arguments["save_filename"]), state) if searches else (),
+        lambda: _settle(folder, link, str(filename), state) if searches else (),
         lambda error: CheckpointError(f"'{folder}' cannot be searched for checkpoints: {error}"),
     )
     _candidates[state] = link, of_rank0(paths)

@@ -13,6 +13,7 @@ import os
 import secrets
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -527,6 +528,20 @@ def leave_background_save(
     background = _backgrounds.get(saver)
     if background is not None and background.thread is not None:
         background.thread.join(_LEAVE_SECONDS)
+        outcome = "complete, but not linked as the latest one"
+        if background.thread.is_alive():
+            outcome = f"not complete after {_LEAVE_SECONDS} seconds, and is lost"
+        elif background.error is not None:
+            outcome = f"not written: {background.error}"
+        elif saver.remote_uploader is not None:
+            outcome = "not uploaded"
+        if dist.get_global_rank() == 0:
+            warnings.warn(
+                f"A save to '{saver.folder}' was in the background when the Trainer was closed, "
+                f"and is {outcome}. `fit` waits for saves that it has begun; after it, or where it "
+                "ends with an error, save with async_save: false.",
+                stacklevel=2,
+            )
     _backgrounds.pop(saver, None)
     original(saver)
 

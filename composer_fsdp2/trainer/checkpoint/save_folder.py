@@ -14,13 +14,39 @@ from composer.utils.file_helpers import format_name_with_dist
 from composer.utils.object_store import ObjectStore
 
 from composer_fsdp2.checkpoint.source import open_checkpoint
-from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.ranks import on_all_ranks
 from composer_fsdp2.trainer.checkpoint.autoresume import was_searched
 from composer_fsdp2.trainer.checkpoint.names import COUNTS, pattern_of, saved_batch, without_times
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
-__all__ = ["check_save_folder", "refuse_later_checkpoints"]
+__all__ = ["check_save_folder", "check_savers", "refuse_later_checkpoints"]
+
+
+def check_savers(state: State) -> None:
+    """Refuses two savers whose sharded checkpoints would have the same names. Collective: no.
+
+    Raises:
+        ConfigError: one would write over those of the other, or remove them.
+    """
+    config: Any = state.fsdp_config
+    if config is None or config.state_dict_type != "sharded":
+        return
+    places = set[tuple[str, str]]()
+    for saver in state.callbacks:
+        if not isinstance(saver, CheckpointSaver):
+            continue
+        folder, name = saver.folder, saver.filename.filename
+        if saver.remote_uploader is not None and saver.remote_file_name is not None:
+            folder, name = saver.remote_uploader.remote_folder, saver.remote_file_name.filename
+        place = folder, str(PurePosixPath(name).parent)
+        if place in places:
+            raise ConfigError(
+                f"Two CheckpointSavers save to '{folder}'. Sharded checkpoints are folders called "
+                "as `sharded_ckpt_prefix_dir` says, whatever `filename` is, so one would write "
+                "over those of the other and remove them. Give each a folder of its own."
+            )
+        places.add(place)
 
 
 def refuse_later_checkpoints(

@@ -142,9 +142,18 @@ class Attempt:
             )
         self._run.abort()
         self._snapshot.restore()
+        _begin_scaling_again(self._trainer.state.scaler)
         if self._run.batch_group is not None:
             self._run.batch_group.begin()  # some ranks may have compared the batch of their group
         self._run.accumulation.again()
+
+
+def _begin_scaling_again(scaler: Any) -> None:
+    """Lets gradients of the batch be unscaled once more, with the same scale. Collective: no."""
+    if scaler is not None and scaler.is_enabled():
+        # It has no scale before the first loss, and torch asserts that there is one.
+        with contextlib.suppress(AssertionError):
+            scaler.update(scaler.get_scale())
 
 
 def lower_size_that_thrashes(trainer: Any) -> None:

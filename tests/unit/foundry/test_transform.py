@@ -50,6 +50,14 @@ def test_fsdp2_goes_to_fsdp_config_with_the_marker():
     assert requests_fsdp2(parsed)
 
 
+def test_no_planner_is_left_out():
+    """LLM Foundry reads a planner that is there as a mapping."""
+    block = {"load_planner": None, "save_planner": {"name": {}}}
+    parsed = parse_run_config({**OTHERS, "parallelism_config": {"fsdp2": block}})
+    assert "load_planner" not in parsed["fsdp_config"]
+    assert parsed["fsdp_config"]["save_planner"] == {"name": {}}
+
+
 def test_a_full_checkpoint_leaves_rank0_loading_to_llm_foundry():
     """For `init_device: mixed` it reads the checkpoint on rank 0 only, unless the key is there."""
     parsed = parse_run_config({"parallelism_config": {"fsdp2": {"state_dict_type": "full"}}})

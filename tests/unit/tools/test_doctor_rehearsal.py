@@ -115,6 +115,31 @@ def test_a_run_that_begins_anew_over_checkpoints(doctor, assets: Path, tmp_path:
         assert code == 0, said
 
 
+def test_a_run_that_resumes_by_itself_needs_its_load_path_no_more(
+    doctor, assets: Path, tmp_path: Path
+):
+    settings = run_of(assets, FSDP2, {"loggers": {}, "run_name": "r"}, loader="text")
+    settings |= {"save_folder": str(tmp_path / "{run_name}"), "autoresume": True}
+    settings["load_path"] = str(tmp_path / "gone")
+    code, said = doctor(settings)
+    assert code == 1
+    assert "load_path: There is no checkpoint at" in said
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "latest-rank0.pt").symlink_to(f"{assets}/checkpoint.pt")
+    code, said = doctor(settings)
+    assert code == 0, said
+
+
+def test_an_interpolation_that_the_train_script_switches_off(doctor, assets: Path):
+    settings = run_of(assets, FSDP2, {"loggers": {}}, loader="text")
+    settings["run_name"] = "${oc.env:HOME,r}"
+    code, said = doctor(settings)
+    assert code == 1
+    assert "run_name is ${oc.env:HOME,r}, and LLM Foundry's train script switches oc.env" in said
+    code, said = doctor(settings, "run_name=r")
+    assert code == 0, said
+
+
 def test_ranks_that_read_one_batch_pass(doctor, assets: Path):
     """One process cannot divide by them what it reads."""
     settings = run_of(assets, FSDP2, {"loggers": {}}, loader="text")
