@@ -133,7 +133,8 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         "read",
         {
             _GROUP: "is_unsharded reduce_grads mesh_info comm_ctx device_handle _all_gather_result",
-            _PARAM: "_unsharded_param _sharded_param_data param_dtype reduce_dtype orig_dtype",
+            _PARAM: "_unsharded_param _sharded_param_data fsdp_placement param_dtype reduce_dtype "
+            "orig_dtype",
             _STATE: "_is_root _device_handle",
             _STREAMS: "get_all_gather_streams reduce_scatter_stream",
             f"{_SHARD}._fsdp_common:FSDPMeshInfo": "shard_mesh_size",

@@ -604,7 +604,7 @@ def reserve_reduction(group: Any) -> None:
         )
         for param in group.fsdp_params
         if param.sharded_param.requires_grad
-        if getattr(param.sharded_param.placements[-1], "dim", 0)
+        if param.fsdp_placement.dim
     ]
     buffer = torch.empty(size * ranks, dtype=byte, device=group.device)
     with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):

@@ -586,10 +586,10 @@ def test_the_saver_can_be_a_callback(tmp_path: Path):
 def test_two_savers_of_one_folder_are_refused(tmp_path: Path):
     """Sharded checkpoints have the name of the time alone: one saver would remove the other's."""
 
-    def made(kind: str, name: str) -> None:
+    def made(kind: str, name: str, keep: int = 1) -> None:
         model = built(TinyComposer)
         savers = [
-            CheckpointSaver(folder=str(tmp_path)),
+            CheckpointSaver(folder=str(tmp_path), num_checkpoints_to_keep=keep),
             CheckpointSaver(folder=str(tmp_path), filename=f"{name}{{batch}}.pt"),
         ]
         with installed():
@@ -600,6 +600,7 @@ def test_two_savers_of_one_folder_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"Two CheckpointSavers save to '{tmp_path}'"):
         made("sharded", "archive-ba")
     made("sharded", "archive/ba")
+    made("sharded", "archive-ba", keep=-1)  # they write the same
     made("full", "archive-ba")
 
 

@@ -323,7 +323,7 @@ class KeepsMore(Keeps):
 
 KEPT: dict[str, Any] = {
     "best": {"eval": 0.5, "metrics": {"loss": np.float64(0.25)}},
-    "by layer": {0: 7, 1: 8},
+    "by layer": {0: 7, 1: 8, 2: 9},
     "lists": [[1, 2], {"a": torch.ones(2)}],
     "moments": {"mean": torch.arange(3.0)},
     "nothing": {},

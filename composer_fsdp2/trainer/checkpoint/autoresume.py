@@ -48,11 +48,11 @@ def search_save_folder(state: State, arguments: Mapping[str, Any]) -> None:
     filename = arguments.get("save_filename")
     savers = (callback for callback in state.callbacks if isinstance(callback, CheckpointSaver))
     if save_folder is None and (saver := next(savers, None)) is not None:
+        if saver.remote_uploader is not None:
+            return  # Composer looks into its temporary folder, and not into the store
         # Composer resumes from the folder of a saver among the callbacks too.
         save_folder, filename = saver.folder, saver.filename.filename
         latest = saver.latest_filename and saver.latest_filename.filename
-        if saver.remote_uploader is not None:
-            save_folder = saver.remote_uploader.remote_folder
     resumes = arguments.get("autoresume") and save_folder is not None and latest is not None
     if not resumes:
         return

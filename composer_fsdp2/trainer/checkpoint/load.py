@@ -320,7 +320,8 @@ class _ShardedLoad(_Load):
         theirs = [keys[0] for keys in saved.under("state", "scaler").values() if keys]
         _rename_scaler(state, str(theirs[0]) if theirs else self.scaler)
         key_paths = list(saved.under("state", "algorithms").values())
-        shape_as_saved(state.get("callbacks"), saved)
+        # Ranks have callbacks of their own state, and one may have something odd.
+        on_all_ranks(lambda: shape_as_saved(state.get("callbacks"), saved), as_checkpoint_error)
         spread = bool(key_paths) and () not in key_paths and "algorithms" in state
         if spread:  # as `saving` does with those that hold shards
             state["algorithms"] = dict(state["algorithms"])

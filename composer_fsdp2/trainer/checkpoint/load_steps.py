@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -69,7 +70,10 @@ def drop_keys(values: StateDict, ignore: Ignore) -> StateDict:
 
 def _copied_containers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied_containers(item) for key, item in value.items()}
+        copied = copy.copy(value)  # of the same class, such as a Counter
+        for key, item in value.items():
+            copied[key] = _copied_containers(item)
+        return copied
     return [_copied_containers(item) for item in value] if type(value) is list else value
 
 
@@ -125,13 +129,20 @@ def _shaped(value: Any, places: Mapping[KeyPath, str], saved: Checkpoint) -> Any
         if path:
             inner.setdefault(path[0], {})[tuple(path[1:])] = key
     if all(isinstance(part, int) for part in inner):
-        items = list(value) if isinstance(value, list) else []
-        items += [None] * (len(inner) - len(items))
-        return [_shaped(items[number], inner[number], saved) for number in sorted(inner)]
-    values = dict(value) if isinstance(value, Mapping) else {}
+        items, size = list(value) if isinstance(value, list) else [], max(inner) + 1
+        # Nothing is saved of an empty dictionary in a list.
+        items += [{} for _ in range(size - len(items))]
+        return [
+            _shaped(item, inner[number], saved) if number in inner else item
+            for number, item in enumerate(items[:size])
+        ]
+    values = value if isinstance(value, dict) else {}
     own_keys = {str(key): key for key in values}
+    are_numbers = bool(own_keys) and all(type(key) is int for key in values)
     for part, below in inner.items():
-        key = own_keys.get(str(part), part)
+        # torch has made text of it.
+        new_key = int(part) if are_numbers and str(part).isdecimal() else part
+        key = own_keys.get(str(part), new_key)
         values[key] = _shaped(values.get(key), below, saved)
     return values
 

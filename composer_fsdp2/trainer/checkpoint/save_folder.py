@@ -32,7 +32,7 @@ def check_savers(state: State) -> None:
     config: Any = state.fsdp_config
     if config is None or config.state_dict_type != "sharded":
         return
-    places = set[tuple[str, str]]()
+    places: dict[tuple[str, str], CheckpointSaver] = {}
     for saver in state.callbacks:
         if not isinstance(saver, CheckpointSaver):
             continue
@@ -40,13 +40,15 @@ def check_savers(state: State) -> None:
         if saver.remote_uploader is not None and saver.remote_file_name is not None:
             folder, name = saver.remote_uploader.remote_folder, saver.remote_file_name.filename
         place = folder, str(PurePosixPath(name).parent)
-        if place in places:
+        other = places.setdefault(place, saver)
+        removes = saver.num_checkpoints_to_keep >= 0 or other.num_checkpoints_to_keep >= 0
+        is_same = (saver.weights_only, saver.ignore_keys) == (other.weights_only, other.ignore_keys)
+        if other is not saver and (removes or not is_same):
             raise ConfigError(
                 f"Two CheckpointSavers save to '{folder}'. Sharded checkpoints are folders called "
                 "as `sharded_ckpt_prefix_dir` says, whatever `filename` is, so one would write "
-                "over those of the other and remove them. Give each a folder of its own."
+                "over those of the other or remove them. Give each a folder of its own."
             )
-        places.add(place)
 
 
 def refuse_later_checkpoints(
