@@ -145,7 +145,7 @@ def plan_ranges(
 
 
 def _spans_of(offset: int, steps: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]]:
-    """Returns ranges of elements with a view's, one for each matrix that is read in part.
+    """Returns ranges that hold a view's elements: one for each matrix of which it has a part.
 
     Args:
         offset: the view's first element.

@@ -557,7 +557,10 @@ def _check_load_path(
 
 
 def _has_latest(config: Any, run_name: str) -> bool:
-    """Returns whether the save_folder may have a checkpoint that autoresume goes on from."""
+    """Returns whether autoresume may find a checkpoint in the save_folder. Collective: no.
+
+    An object store is not asked.
+    """
     folder, name = config.save_folder, config.save_latest_filename or "latest-rank{rank}.pt"
     if folder is None or "://" in folder:
         return folder is not None

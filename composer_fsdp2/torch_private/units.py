@@ -556,8 +556,9 @@ class _Replacements:
 
         Whoever freezes or unfreezes a gathered parameter, as PEFT's `disable_adapter` does around a
         reference pass, sets the flag of the gathered copy; an optimizer's groups have the shard.
-        What has changed since the gather counts, of both the shard. Torch copies the shard's flag
-        at a gather alone: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L590
+        The flag that has changed since the gather counts; where both have, that of the shard. Torch
+        copies the shard's flag at a gather alone:
+        https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L590
         """
         for number, param in enumerate(self._group.fsdp_params if self._group.is_unsharded else ()):
             shard, gathered = param.sharded_param, param._unsharded_param

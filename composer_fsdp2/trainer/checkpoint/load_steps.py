@@ -103,8 +103,8 @@ def _is_bare(value: Any) -> bool:
 def shape_as_saved(callbacks: Any, saved: Checkpoint) -> None:
     """Gives the state of callbacks a place for each value that was saved, in place.
 
-    A load fills the places that there are. A callback that was just made may lack some: of what it
-    has not met yet, of a bar that is not shown yet. Collective: no.
+    A load fills the places that exist. A new callback may lack some, such as the numbers of a
+    progress bar that is not shown yet. Collective: no.
 
     Args:
         callbacks: name -> state of the run's, `None` without.
@@ -148,7 +148,10 @@ def _shaped(value: Any, places: Mapping[KeyPath, str], saved: Checkpoint) -> Any
 
 
 def restore_keys(values: Any) -> None:
-    """Moves what a load has put at a text to the key, such as a number, that it is the text of."""
+    """Moves loaded values from texts to the run's own keys, such as numbers, in place.
+
+    torch makes text of each key. Collective: no.
+    """
     for key in list(values) if isinstance(values, dict) else []:
         if not isinstance(key, str) and str(key) in values:
             values[key] = values.pop(str(key))
