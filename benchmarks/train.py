@@ -177,6 +177,7 @@ def build(row: Row, device: str) -> nn.Module:
         if row.config is mpt:
             from llmfoundry.models.mpt import MPTForCausalLM
 
+            composer_fsdp2.install()  # what transformers 5 needs, now that LLM Foundry is loaded
             model: Any = MPTForCausalLM(mpt(max_seq_len=row.length, **row.sizes))
         else:
             model = AutoModelForCausalLM.from_config(row.config(**row.sizes))

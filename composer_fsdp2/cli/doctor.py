@@ -159,6 +159,10 @@ def diagnose(
                 if machine.gpus:
                     run_findings += memory_findings(forecast, machine.gpus[0])
                 step = forecast.of_a_step()
+            if parts is not None and run.settings is not None:
+                mixed = parts.settings.mixed_precision
+                settings = dataclasses.replace(run.settings, mixed_precision=mixed)
+                run = dataclasses.replace(run, settings=settings)
             run = dataclasses.replace(
                 run,
                 builds_on_meta=rehearsal.builds_on_meta,

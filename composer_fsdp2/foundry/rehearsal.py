@@ -58,6 +58,7 @@ from transformers import modeling_utils
 
 from composer_fsdp2.checkpoint.contents import detect_kind
 from composer_fsdp2.config.blocks import Float8Spec
+from composer_fsdp2.config.messages import ascii_repr
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.foundry.cluster import LAUNCHED, Cluster, environment
@@ -75,6 +76,7 @@ from composer_fsdp2.prepare.plan import PreparePlan
 from composer_fsdp2.shard.units import collector_paused
 from composer_fsdp2.trainer.checkpoint.load import check_checkpoint
 from composer_fsdp2.trainer.checkpoint.save_folder import check_save_folder
+from composer_fsdp2.trainer.config import without_foundry_keys
 from composer_fsdp2.trainer.extensions.table import check_extensions, items_of
 
 __all__ = ["Parts", "Rehearsal", "rehearse"]
@@ -584,8 +586,18 @@ def _plan(
         # Building a GPU's device chooses the GPU, which may not be here.
         device = get_device("gpu") if has_gpu else object.__new__(DeviceGPU)
     with rehearsal.step("parallelism_config.fsdp2"), environment(cluster.first_rank()):
-        ours = ("version", "sync_module_states")
-        settings = parse_config({k: v for k, v in config.fsdp_config.items() if k not in ours})
+        fsdp = copy.deepcopy(config.fsdp_config)
+        process_init_device(copy.deepcopy(config.model), fsdp, None)
+        written, key = config.fsdp_config.get("mixed_precision"), "model.master_weights_dtype"
+        keeps = isinstance(written, Mapping) and written.get("param_dtype") is None
+        if written is not None and fsdp["mixed_precision"] != written and not keeps:
+            rehearsal.add(
+                f"mixed_precision of parallelism_config.fsdp2 is {ascii_repr(written)}, and LLM "
+                f"Foundry replaces it for {key}: the run computes in the dtype of the weights.",
+                f"Take mixed_precision out, or {key}.",
+                "warning",
+            )
+        settings = parse_config(without_foundry_keys(fsdp))
         if settings.fp8 and cluster.on_gpus and not has_gpu:
             # Asks no GPU what it can do.
             spec = settings.fp8 if isinstance(settings.fp8, Float8Spec) else Float8Spec()

@@ -639,8 +639,9 @@ def describe_run(run: RunFacts) -> list[tuple[str, str]]:
             for dtype in (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
         ]
         name = mixed if isinstance(mixed, str) else "as written"
-        text = f"{precision}, mixed_precision {name}: computes in {dtypes[0]}"
-        lines.append(("precision", f"{text}, reduces gradients in {dtypes[1]}"))
+        name = f", mixed_precision {mixed}" if isinstance(mixed, str) else ""
+        text = f"{precision}{name}: computes in {dtypes[0]}, reduces gradients in {dtypes[1]}"
+        lines.append(("precision", text))
     reshard, kind = settings.reshard_after_forward, settings.state_dict_type
     text = _RESHARDS.get(reshard, f"after forward, groups of {reshard} ranks keep one copy")
     init, declared = run.value("model.init_device"), known_settings()

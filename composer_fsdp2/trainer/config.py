@@ -27,6 +27,7 @@ __all__ = [
     "concerns_fsdp2",
     "parse_parallelism_config",
     "read_evaluation",
+    "without_foundry_keys",
 ]
 
 TRANSFORM = "composer_fsdp2"
@@ -185,7 +186,7 @@ def _fsdp2(fsdp2: Any, tp: Any) -> TrainerFSDP2Config:
             "without it."
         )
     if isinstance(fsdp2, Mapping):
-        fsdp2 = _without_foundry_keys(fsdp2)
+        fsdp2 = without_foundry_keys(fsdp2)
         # Keys that FSDP1 alone has are only possible through `FSDP_VERSION=2`.
         old = FSDP1_KEYS - known_settings().keys()
         is_fsdp1 = _switched_to_fsdp2() and not old.isdisjoint(fsdp2)
@@ -207,7 +208,7 @@ def _fsdp2(fsdp2: Any, tp: Any) -> TrainerFSDP2Config:
     return TrainerFSDP2Config.of(converted)
 
 
-def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Takes out the mark of our config transform and what LLM Foundry adds.
 
     Its additions ask for what always happens: rank 0's weights are the run's, and gradients are as

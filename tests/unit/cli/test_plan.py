@@ -128,6 +128,18 @@ def test_memory_and_collectives_of_a_step(plan, assets: Path):
     assert "Try first: " in shown.splitlines()[2]
 
 
+@pytest.mark.matrix
+def test_weights_in_16_bits_are_gathered_and_reduced_in_them(plan, assets: Path):
+    """LLM Foundry replaces mixed_precision for `master_weights_dtype`, as it does in the run."""
+    sent: list[dict[str, int]] = []
+    for extra in ([], ["model.master_weights_dtype=bf16"]):
+        code, shown, said = plan(run_of(assets, FSDP2), "--gpus=4", "--json", *extra)
+        assert code == 0, said
+        moved = json.loads(shown)["forecast"]["sent"]
+        sent.append({part["kind"]: part["size_bytes"] for part in moved})
+    assert sent[0] == {kind: 2 * size for kind, size in sent[1].items()}
+
+
 def test_values_of_a_setting_side_by_side(plan, assets: Path):
     run = run_of(assets, FSDP2)
     code, shown, said = plan(run, "--gpus=2", "--compare", "model.n_layers=1,2")

@@ -301,6 +301,14 @@ def test_a_precision_for_gpus(doctor, assets: Path, precision: str):
     assert doctor({**settings, "precision": "amp_bf16"}, *GPUS)[0] == 0
 
 
+def test_a_mixed_precision_that_llm_foundry_replaces(doctor, assets: Path):
+    changes = {f"{FSDP2_KEY}.mixed_precision": "DEFAULT", "model.master_weights_dtype": "bf16"}
+    code, said = doctor(changed(good(assets), changes))
+    assert code == 0, said
+    assert "mixed_precision of parallelism_config.fsdp2 is 'DEFAULT'" in said
+    assert "Take mixed_precision out, or model.master_weights_dtype." in said
+
+
 def test_fp8_without_its_package(doctor, assets: Path, monkeypatch):
     pytest.importorskip("torchao.float8", reason="needs the extra fp8")
     changes = {f"{FSDP2_KEY}.fp8": True, "precision": "amp_bf16", "global_train_batch_size": 16}
