@@ -95,6 +95,13 @@ def detect_kind(path: Path) -> Kind:
             f"{shlex.quote(str(path))} DST --to sharded`, and load DST, with load_weights_only: "
             "true."
         )
+    names = [item.name for item in path.iterdir()] if path.is_dir() else [path.name]
+    if path.exists() and any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(
+            f"'{path}' holds weights as Hugging Face's libraries write them (safetensors), and "
+            "this reads the checkpoints of a training run. Start a run from such a folder with "
+            "pretrained_weights of parallelism_config.fsdp2, or read it with from_pretrained."
+        )
     if path.is_dir():
         shown = listed(sorted(item.name for item in path.iterdir()), quote="") or "nothing"
         raise CheckpointError(

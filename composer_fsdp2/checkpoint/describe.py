@@ -248,12 +248,13 @@ def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> dict
         advance: told the bytes of each part, and of all.
 
     Returns:
-        What `checkpoint verify --json` prints. parts: number of tensors and objects.
+        What `checkpoint verify --json` prints. parts: number of tensors and objects; checksums:
+        whether there are any to compare with.
 
     Raises:
         CheckpointError: there is nothing.
     """
-    description = {"path": str(path), "kind": None, "size_bytes": 0, "parts": 0}
+    description = {"path": str(path), "kind": None, "size_bytes": 0, "parts": 0, "checksums": False}
     try:
         source = open_any_checkpoint(path, incomplete=True)
     except CheckpointError as error:
@@ -262,7 +263,9 @@ def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> dict
         return {**description, "problems": [str(error)]}
     problems = list(source.problems.values())
     total = sum(files_of(path).values())
+    checksums = source.has_checksums if isinstance(source, FileCheckpoint) else True
     description |= {"kind": source.kind, "size_bytes": total, "parts": len(source.paths)}
+    description["checksums"] = checksums
     for part in source.parts():
         size_bytes = 0
         try:

@@ -5,7 +5,8 @@ Composer keeps the Hugging Face config and the tokenizer's files in the checkpoi
 
 [Note: tied weights] `from_pretrained` ties word embeddings again if the config says so, and
 nothing else. So of equal word embeddings the first is written, and of everything else every name:
-a name too many costs bytes, a name too few leaves a weight at random values.
+a name too many costs bytes, a name too few leaves a weight at random values. Each part of a model
+of two ties its own.
 
 [Note: adapters] A checkpoint with LoRA adapters keeps the names of the model's parameters and
 PEFT's configuration. The folder that PEFT loads has the names without that of the adapter, which is
@@ -29,6 +30,7 @@ from composer_fsdp2.checkpoint.describe import MODEL, find_ties
 from composer_fsdp2.checkpoint.source import Checkpoint
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.text import listed
 
 __all__ = ["write_huggingface"]
 
@@ -42,6 +44,8 @@ _ADAPTER = "default"
 _WHOLE = f".modules_to_save.{_ADAPTER}."
 _MAGNITUDE = f"lora_magnitude_vector.{_ADAPTER}.weight"
 _EMBEDDINGS = ("embed_tokens", "lm_head")
+_HEADS = {"classifier", "score"}
+"""both names that PEFT lists for a classifier, of which a model has one"""
 # A folder of shards has no keys for empty dictionaries.
 _EMPTY = ("alpha_pattern", "loftq_config", "rank_pattern")
 
@@ -121,7 +125,10 @@ def write_huggingface(
         # What `save_pretrained` of a model would have added.
         dtypes = {entry.dtype for entry in entries.values() if entry.dtype.is_floating_point}
         if len(dtypes) == 1:
-            settings["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+            # Transformers 5 writes `dtype`, and where both are there reads that alone.
+            key = "dtype" if "dtype" in settings else "torch_dtype"
+            settings.pop("torch_dtype", None)
+            settings[key] = str(dtypes.pop()).removeprefix("torch.")
         if model_class and not settings.get("architectures"):
             settings["architectures"] = [model_class.rpartition(".")[2]]
         (folder / "config.json").write_text(_json(settings))
@@ -229,6 +236,16 @@ def _adapter_names(
     targets = [each for each in _EMBEDDINGS if each in (config.get("target_modules") or ())]
     modules = tuple(f"{each}.base_layer." for each in targets)
     names_by_peft |= {name: name for name in names if any(module in name for module in modules)}
+    saved = {name.partition(_WHOLE)[0] for name in names if _WHOLE in name}
+    endings = map(str, config.get("modules_to_save") or ())  # as PEFT chooses modules
+    missing = {end for end in endings if not any(name.endswith(end) for name in saved)}
+    if missing - (_HEADS if saved else set()):
+        raise CheckpointError(
+            f"'{path}' holds adapters, and not what was trained beside them: "
+            f"{listed(sorted(missing))} of modules_to_save. Without them the adapters are not what "
+            "was trained, and Composer saves them only where should_save_peft_only is false. Train "
+            "with that, or load it with the Trainer and call save_pretrained of the model."
+        )
     if resized and not targets:
         if not embeddings:
             raise CheckpointError(
@@ -422,9 +439,10 @@ def _names(source: Checkpoint, again: set[str]) -> dict[str, str]:
 
 def _second_names(source: Checkpoint, config: Mapping[str, Any]) -> set[str]:
     """Returns keys to leave out, see [Note: tied weights]."""
-    if False in _settings(config, "tie_word_embeddings"):
+    sizes = [size for size in _settings(config, "vocab_size") if isinstance(size, int)]
+    if False in _settings(config, "tie_word_embeddings") or len(sizes) > 1:
         return set()
-    vocabularies = {size for size in _settings(config, "vocab_size") if isinstance(size, int)}
+    vocabularies = {*sizes}
     again: set[str] = set()
     for first, *others in find_ties(source):
         shape = source.tensors[first].shape

@@ -474,6 +474,14 @@ class FileCheckpoint(Checkpoint):
         """Returns a value that is no tensor."""
         return self._flat[key]
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every member can be compared; `torch.save` may have been told to leave them out.
+
+        Older versions of it wrote files that are no archives.
+        """
+        return bool(self.parts()) and all(part.CRC for part in self.parts() if part.file_size)
+
     def parts(self) -> Sequence[zipfile.ZipInfo]:
         """Returns the members of the archive."""
         return [] if self._archive is None else self._archive.infolist()

@@ -138,7 +138,8 @@ def verify(path: PathArgument, as_json: AsJson = False) -> None:
     with reported():
         with progress("Reading") as advance:
             check = verify_checkpoint(path, advance)
-        result = "is not good" if check["problems"] else "is whole"
+        whole = "is whole" if check["checksums"] else "can be read, and has no checksums to compare"
+        result = "is not good" if check["problems"] else whole
         parts, size = _count(check["parts"], "value"), size_text(check["size_bytes"])
         lines = [f"{path} {result}: {parts}, {size}", *(f"  {told}" for told in check["problems"])]
         _answer(check, lines, as_json=as_json, good=not check["problems"])

@@ -21,6 +21,7 @@ import functools
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -75,9 +76,10 @@ from composer_fsdp2.prepare.model import TRANSFORMATIONS
 from composer_fsdp2.prepare.plan import PreparePlan
 from composer_fsdp2.shard.units import collector_paused
 from composer_fsdp2.trainer.checkpoint.load import check_checkpoint
+from composer_fsdp2.trainer.checkpoint.save import check_saved_adapters
 from composer_fsdp2.trainer.checkpoint.save_folder import check_save_folder
 from composer_fsdp2.trainer.config import without_foundry_keys
-from composer_fsdp2.trainer.extensions.table import check_extensions, items_of
+from composer_fsdp2.trainer.start import check_arguments
 
 __all__ = ["Parts", "Rehearsal", "rehearse"]
 
@@ -246,6 +248,9 @@ def _build(
         if not plan_only:
             _check_load_path(rehearsal, config, run_name, state)
     if (config.fsdp_config or {}).get("version") == 2:
+        if config.save_folder is not None:
+            with rehearsal.step("save_folder"):
+                check_saved_adapters(state)
         _plan(rehearsal, config, model, trainer_args, cluster)
 
 
@@ -263,12 +268,13 @@ def _build_inputs(
     rehearsal: Rehearsal, inputs: _Inputs, logged: dict[str, Any], config: Any
 ) -> list[Any]:
     """Builds tokenizer, scheduler, loggers, callbacks and loaders; returns the callbacks."""
-    with rehearsal.step("tokenizer"):
-        name, kwargs = config.tokenizer["name"], dict(config.tokenizer.get("kwargs") or {})
-        if name in registry.tokenizers:
-            inputs.tokenizer = builders.build_tokenizer(name, kwargs)
-        elif _is_here(rehearsal, "tokenizer.name", name):
-            inputs.tokenizer = builders.build_tokenizer(name, {**kwargs, "local_files_only": True})
+    if config.tokenizer:
+        with rehearsal.step("tokenizer"):
+            name, kwargs = config.tokenizer["name"], dict(config.tokenizer.get("kwargs") or {})
+            is_registered = name in registry.tokenizers
+            if is_registered or _is_here(rehearsal, "tokenizer.name", name):
+                local = {} if is_registered else {"local_files_only": True}
+                inputs.tokenizer = builders.build_tokenizer(name, kwargs | local)
     with rehearsal.step("scheduler"):
         settings = copy.deepcopy(dict(config.scheduler))
         inputs.scheduler = builders.build_scheduler(settings.pop("name"), settings)
@@ -356,8 +362,11 @@ def _build_loader(
                 datasets.load_dataset_builder(name, data_dir=data_dir, data_files=data_files)
         elif tokenizer is not None:
             loader: Any = build_dataloader(block, tokenizer, batch_size).dataloader
-            samples = range(min(loader.batch_size, len(loader.dataset)))
-            loader.collate_fn([loader.dataset[number] for number in samples])
+            samples: Any = getattr(loader, "dataset", None)
+            size = getattr(loader, "batch_size", None)
+            # A loader of the run's own code may have neither samples by number nor a batch size.
+            if isinstance(size, int) and hasattr(samples, "__len__"):
+                loader.collate_fn([samples[n] for n in range(min(size, len(samples)))])
             return loader
         elif block.get("name") in ("text", "finetuning"):
             sources: dict[str, Any] = {k: dataset.get(k) for k in ("remote", "local", "split")}
@@ -398,7 +407,7 @@ def _build_model(
             # What cpu builds on every rank, and mixed on the first, is built here as on the second.
             model = _on_meta(config, block, tokenizer, "meta" if init == "meta" else "mixed")
         except Exception as error:
-            if init != "cpu" or "meta tensor" not in str(error):
+            if init != "cpu" or re.search(r"\bmeta\b", str(error), re.IGNORECASE) is None:
                 raise
             rehearsal.add(
                 f"model: it cannot be built here, where weights have no values ({error}). The run "
@@ -492,6 +501,14 @@ def _check_arguments(
                     f"a clipping_threshold of {threshold} turns gradients round, or to 0"
                 )
     _check_load_path(rehearsal, config, run_name)
+    _check_save_folder(rehearsal, config, run_name)
+
+
+def _check_save_folder(rehearsal: Rehearsal, config: Any, run_name: str) -> None:
+    name = config.run_name or os.environ.get("RUN_NAME")
+    for key, value in {"save_folder": config.save_folder, "run_name": name}.items():
+        if config.autoresume and value is None:
+            rehearsal.add(f"autoresume needs a {key}. The run would not start.", f"Write {key}.")
     folder = config.save_folder
     if folder is not None and "://" not in folder:
         path = Path(format_name_with_dist(folder, run_name)).absolute()
@@ -563,9 +580,12 @@ def _has_latest(config: Any, run_name: str) -> bool:
 
     An object store is not asked.
     """
-    folder, name = config.save_folder, config.save_latest_filename or "latest-rank{rank}.pt"
+    folder = config.save_folder
     if folder is None or "://" in folder:
         return folder is not None
+    is_sharded = (config.fsdp_config or {}).get("state_dict_type") == "sharded"
+    default = "latest-sharded-rank{rank}" if is_sharded else "latest-rank{rank}.pt"  # LLM Foundry's
+    name = config.save_latest_filename or default
     return Path(format_name_with_dist(f"{folder}/{name}", run_name)).exists()
 
 
@@ -589,8 +609,9 @@ def _plan(
         fsdp = copy.deepcopy(config.fsdp_config)
         process_init_device(copy.deepcopy(config.model), fsdp, None)
         written, key = config.fsdp_config.get("mixed_precision"), "model.master_weights_dtype"
-        keeps = isinstance(written, Mapping) and written.get("param_dtype") is None
-        if written is not None and fsdp["mixed_precision"] != written and not keeps:
+        values = written if isinstance(written, Mapping) else {"": written}
+        lost = {k for k, v in values.items() if v is not None} - {"reduce_dtype", "buffer_dtype"}
+        if fsdp.get("mixed_precision") != written and lost:
             rehearsal.add(
                 f"mixed_precision of parallelism_config.fsdp2 is {ascii_repr(written)}, and LLM "
                 f"Foundry replaces it for {key}: the run computes in the dtype of the weights.",
@@ -602,7 +623,10 @@ def _plan(
             # Asks no GPU what it can do.
             spec = settings.fp8 if isinstance(settings.fp8, Float8Spec) else Float8Spec()
             settings = dataclasses.replace(settings, fp8=dataclasses.replace(spec, emulate=True))
-        check_extensions(items_of(trainer_args))
+        sizes = {
+            key: getattr(config, key) for key in ("device_train_microbatch_size", "compile_config")
+        }
+        check_arguments({"model": model, **trainer_args, **sizes}, settings)
         plan = PreparePlan(
             model,
             trainer_args["optimizers"],

@@ -12,7 +12,7 @@ from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from composer.utils.parallelism import FSDPConfig
 
-from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
+from composer_fsdp2.config.fsdp1 import convert_fsdp1
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.errors import ConfigError
 
@@ -90,7 +90,8 @@ def resolve_settings(config: Any) -> FSDP2Config:
     if isinstance(config, ComposerFSDP2Config):
         return _from_composer(config)
     if isinstance(config, FSDPConfig):
-        keys = {k: getattr(config, k) for k in FSDP1_KEYS if k in vars(config)}
+        # Composer's class takes every keyword, a misspelt one as well.
+        keys = {key: value for key, value in vars(config).items() if key != "_device_mesh"}
         if keys.get("backward_prefetch") == FSDPConfig.backward_prefetch:
             del keys["backward_prefetch"]  # nobody has to have asked for a default
         return from_fsdp1(keys)

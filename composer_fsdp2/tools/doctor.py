@@ -455,11 +455,11 @@ def _mesh(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
 
 
 def _memory(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
-    mixed = run.value("model.init_device") == "mixed" and not run.value("model.pretrained")
+    is_mixed = run.value("model.init_device") == "mixed"
     full = settings.state_dict_type == "full"
     return _warnings(
         (
-            mixed and run.builds_on_meta is not False,
+            is_mixed and run.builds_on_meta is True and not run.value("model.pretrained"),
             "model.init_device is mixed: rank 0 holds the whole model in CPU memory while it "
             "starts.",
             "Write init_device: meta, with which the model's own initialisers run unit by unit.",

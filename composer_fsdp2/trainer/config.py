@@ -118,15 +118,19 @@ def concerns_fsdp2(config: Any) -> bool:
 
 
 def _may_mean_fsdp2(key: str) -> bool:
-    if key in BESIDE:
-        return True
-    return key == "fsdp2" if key in _KEYS else "'fsdp2'" in nearest(key, _KEYS)
+    if key in _KEYS:
+        return key == "fsdp2"
+    # Composer would train plain data parallel without a word.
+    misplaced = {*BESIDE, *known_settings(), "fully_shard", "parallelism_config"}
+    return key in misplaced or "fsdp" in key.lower() or "'fsdp2'" in nearest(key, _KEYS)
 
 
 def _check_known(keys: Iterable[str], valid: Collection[str], where: str, effect: str) -> None:
     for key in keys:
         if key not in valid:
             hint = nearest(key, valid) or f" Valid keys: {', '.join(valid)}."
+            if key in known_settings() and "fsdp2" in valid:
+                hint = " Settings of FSDP2 go under 'fsdp2'."
             raise ConfigError(f"'{key}' is not a key of {where}. {effect}{hint}")
 
 

@@ -25,6 +25,7 @@ from composer_fsdp2.errors import CheckpointError, ConfigError, PlanError
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.step.run import run_of
 from tests.dist.test_tensor_parallel import assert_same_state, mean, of_this_group
+from tests.support.experts import FAMILIES as EXPERTS
 from tests.support.models import batches, llama_config, lm_loss
 from tests.support.pairs import parametrize_by_turns, parametrize_pairs
 from tests.support.parity import (
@@ -358,6 +359,61 @@ def test_weights_are_handed_out_merged_or_alone(changes: dict[str, Any], tmp_pat
         assert [*found] == [info.name for info in weights.metadata()]
         assert found.keys() == expected.keys(), adapters
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def tuned_norms() -> nn.Module:
+    base = LlamaForCausalLM(llama_config(False, hidden_size=16, vocab_size=32))
+    names = ["input_layernorm", "post_attention_layernorm"]
+    return peft.get_peft_model(base, peft.LNTuningConfig("CAUSAL_LM", target_modules=names))
+
+
+def experts_with_two_adapters() -> nn.Module:
+    base = EXPERTS["Mixtral"][0]()
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    if not any(name.endswith(both[0]) for name, _ in base.named_parameters()):
+        pytest.skip("transformers has no experts in one tensor")
+    config: Any = peft.LoraConfig
+    adapters = config(task_type="CAUSAL_LM", r=2, target_modules=[], target_parameters=both)
+    return peft.get_peft_model(base, adapters)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("make", [tuned_norms, experts_with_two_adapters])
+def test_adapters_that_stand_around_each_other_or_change_places(
+    make: Callable[[], nn.Module], tmp_path: Path
+):
+    torch.manual_seed(0)
+    model: Any = make()
+    with torch.no_grad():
+        for param in trained(model):
+            param.add_(torch.randn_like(param))
+    merged = copy.deepcopy(model).merge_and_unload()
+    if dist.get_rank() == 0:
+        merged.save_pretrained(tmp_path)
+    dist.barrier()
+    expected = load_file(tmp_path / "model.safetensors")
+    prepare_fully_shard(model, None, FULL)
+    names = [name for name, _ in model.named_parameters()]
+    for _ in range(2):
+        merged_weights = dict(ModelWeights(model, every_rank=True, tied=True))
+        assert merged_weights.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert_close(name, tensor, merged_weights[name])
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+@pytest.mark.world_size(2)
+def test_prompts_are_not_left_out_without_a_word(tmp_path: Path):
+    base = LlamaForCausalLM(llama_config(False, hidden_size=16, vocab_size=32))
+    model = peft.get_peft_model(base, peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=3))
+    prepare_fully_shard(model, None, FULL)
+    for adapters in ("merged", "only"):
+        with pytest.raises(PlanError, match="Write a folder with save_pretrained"):
+            ModelWeights(model, adapters=adapters)
+    with installed():
+        model.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "adapter_model.safetensors")["prompt_embeddings"].shape == (3, 16)
 
 
 @pytest.mark.world_size(2)

@@ -56,6 +56,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"algorithms": {"gradient_clipping": {"kind": "norm"}}},
         ("algorithms.gradient_clipping", "kind"),
     ),
+    "compiled twice": (
+        {f"{FSDP2_KEY}.compile": True, "compile_config": {}},
+        ("fsdp2.compile is set, and compile_config is set",),
+    ),
+    "autoresume without a folder": ({"autoresume": True}, ("autoresume needs a save_folder",)),
     "logger": ({"loggers": {"wandbb": {}}}, ("loggers", "'wandb'")),
     "logger's key": (
         {"loggers": {"mlflow": {"experiment": "x"}}},

@@ -220,6 +220,8 @@ def known_layers(name: str, module: nn.Module) -> KnownBlock | None:
     for names in _MLPS:
         others = (part for child, part in children.items() if child not in names)
         if linear.issuperset(names) and not any(any(part.parameters()) for part in others):
+            if attribute_of(module, "activation_sparsity"):  # Gemma 3n's first layers
+                raise PlanError(_unusual(name, "its activation_sparsity looks at all columns"))
             return KnownBlock(cuts=dict.fromkeys(names[:-1], _COLUMNS) | {names[-1]: _ROWS})
     return None
 

@@ -112,7 +112,8 @@ class ModelWeights:
         reshard(model)  # gathered parameters are other objects
         exported = _exported(model)
         peft = hasattr(exported, "peft_config")
-        parts = list(_parts(exported, dtype, tied=tied, merged=peft and adapters == "merged"))
+        merged, tied = peft and adapters == "merged", tied or adapters == "only"
+        parts = list(_parts(exported, dtype, tied=tied, merged=merged))
         if adapters == "only":
             parts = _adapters(exported, parts)
         elif peft:
@@ -273,11 +274,14 @@ def _merged_part(prefix: str, layer: Any, dtype: torch.dtype | None) -> _Part:
         for name, param in module._parameters.items()
         if param is not None
     ]
+    # Adapters of two parameters of one module stand around each other.
+    layers = [module for module in layer.modules() if hasattr(module, "get_base_layer")]
+    layers = [module for module in layers if module.get_base_layer() is base]
     _refuse_unmergeable(prefix, layer)
 
     def read() -> Tensors:
         sharded = [module._parameters[name] for module, name in slots]
-        merge = not layer.merged and not layer.disable_adapters
+        unmerged = [part for part in layers if not part.merged and not part.disable_adapters]
         try:
             for module, name in slots:
                 param = module._parameters[name]
@@ -286,18 +290,20 @@ def _merged_part(prefix: str, layer: Any, dtype: torch.dtype | None) -> _Part:
                 # Merging writes into it, and it may be the parameter itself.
                 values = _unpacked(module, name, full.clone())
                 module._parameters[name] = nn.Parameter(values, param.requires_grad)
-            if merge:
-                _merge(layer)
+            for part in unmerged:
+                _merge(part)
             return {
                 f"{prefix}{name}": _cast(param.detach(), dtype)
-                for name, param in base._parameters.items()
+                for name, param in layer.get_base_layer()._parameters.items()
                 if param is not None
             }
         finally:
+            if layer.get_base_layer() is not base:  # tuned norms change places with the base's
+                layer.unmerge()
             for (module, name), param in zip(slots, sharded, strict=True):
                 module._parameters[name] = param
-            if merge:
-                layer.merged_adapters.clear()
+            for part in unmerged:
+                part.merged_adapters.clear()
 
     metas = {
         f"{prefix}{name}": _meta(base, name, dtype)
@@ -319,12 +325,19 @@ def _merge(layer: Any) -> None:
 
 
 def _refuse_unmergeable(prefix: str, layer: Any) -> None:
-    """Refuses what PEFT would round.
+    """Refuses what PEFT would round, and rows of an embedding.
 
     Raises:
-        PlanError: the weight is of integers, or packed below an adapter that is not of LoRA alone.
+        PlanError: the weight is of integers, or packed below an adapter that is not of LoRA alone;
+            rows of it are trained alone.
     """
     base = layer.get_base_layer()
+    if prefix.endswith(".token_adapter."):
+        raise PlanError(
+            f"'{prefix}weight' has rows that are trained alone (trainable_token_indices). They are "
+            "not merged here, and without them the engine would compute something else than the "
+            "run. Write adapters='only'."
+        )
     for name, param in base._parameters.items():
         is_int = param is not None and not param.is_floating_point()
         if is_int and _packing(base, name) is None:
@@ -372,7 +385,7 @@ def _without_peft(parts: Sequence[_Part]) -> list[_Part]:
         raise PlanError(
             f"{listed(outside)} belong to adapters that stay outside of the model's weights "
             "(prompts, for example). They cannot be merged, and without them the engine would "
-            "compute something else. Write adapters='only'."
+            "compute something else. Write a folder with save_pretrained, which has them."
         )
     return [_renamed(part, lambda name: name.removeprefix(_PEFT)) for part in parts]
 
@@ -383,6 +396,11 @@ def _adapters(model: Any, parts: Sequence[_Part]) -> list[_Part]:
         raise PlanError(
             "adapters='only' was asked of a model without adapters of PEFT. Nothing would be "
             "handed out. Leave it out."
+        )
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise PlanError(
+            "PEFT computes prompts when it saves: they are no parameters of the model that could "
+            "be handed out. Write a folder with save_pretrained."
         )
     from peft import get_peft_model_state_dict
 

@@ -344,6 +344,23 @@ def test_folder_that_is_no_checkpoint(command: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_weights_of_hugging_face_are_not_called_damaged(command: str, tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0" + b"{}".ljust(16))
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        code, text = run(command, path)
+        assert code == 1
+        assert "holds weights as Hugging Face's libraries write them" in text
+
+
+def test_a_file_without_checksums_is_not_called_whole(tmp_path: Path):
+    values = {"state": {"model": {"a": torch.ones(4)}}}
+    torch.save(values, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
+    code, text = run("verify", tmp_path / "b.pt")
+    assert code == 0
+    assert "has no checksums to compare" in text
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_nothing_at_all(command: str, tmp_path: Path):
     code, text = run(command, tmp_path / "nowhere")
     assert code == 2

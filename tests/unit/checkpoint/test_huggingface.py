@@ -146,7 +146,9 @@ def test_sharded_safetensors(tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dtype(dtype: str, tmp_path: Path):
-    model = tiny("llama tied")
+    tiny("llama tied").save_pretrained(tmp_path / "base")
+    # Its config names the dtype of the base.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", torch_dtype=torch.float32)
     source = save(tmp_path / "source", composers(model), "full")
     run(source, tmp_path / "out", "--dtype", dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
@@ -173,6 +175,18 @@ def test_equal_matrices_are_no_word_embeddings(tmp_path: Path):
     run(save(tmp_path / "source", composers(model), "sharded"), tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_equal_embeddings_of_two_parts_are_both_written(tmp_path: Path):
+    """Each part ties its own: from_pretrained would leave those of the other at random values."""
+    state, rows = _stored(), torch.ones(31, 2)
+    state["state"]["integrations"]["huggingface"]["model"]["config"]["content"] = {
+        "encoder": {"vocab_size": 31},
+        "decoder": {"vocab_size": 31},
+    }
+    state["state"]["model"] = {"model.encoder.words": rows, "model.decoder.words": rows.clone()}
+    run(save_file(tmp_path / "a.pt", state), tmp_path / "out")
+    assert names_in(tmp_path / "out").keys() == {"encoder.words", "decoder.words"}
 
 
 # --- Without a config in the checkpoint. ---
@@ -362,10 +376,11 @@ LORA_A = {"model.base_model.model.q.lora_A.default.weight": torch.ones(2, 2)}
         (LORA_A, {"peft_type": "LOHA"}, "peft_type 'LOHA' and bias 'none'"),
         (LORA_A, {"bias": "some"}, "known for LoRA only"),
         (LORA_A, {"trainable_token_indices": [1]}, "trained rows of an embedding"),
+        (LORA_A, {"modules_to_save": ["head"]}, "trained beside them: 'head' of modules_to_save"),
         ({"model.q.weight": torch.ones(2)}, {}, "no weights of them"),
         ({"net.lora_A.default": torch.ones(2)}, {}, "outside of a HuggingFaceModel"),
     ],
-    ids=["kind", "bias", "tokens", "none", "outside"],
+    ids=["kind", "bias", "tokens", "modules", "none", "outside"],
 )
 def test_adapters_that_cannot_be_written(model: Any, config: Any, said: str, tmp_path: Path):
     source = save_file(tmp_path / "a.pt", _with_adapters(model, **config))

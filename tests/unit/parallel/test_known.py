@@ -10,6 +10,7 @@ from torch import nn
 from composer_fsdp2 import PlanError
 from composer_fsdp2.parallel.tensor.known import known_layers
 from tests.dist.test_tensor_parallel import llama
+from tests.support import recent_models
 from tests.unit.parallel.test_computed_weights import planned
 
 
@@ -82,3 +83,13 @@ def test_a_tied_embedding_that_is_registered_twice_is_divided_with_the_head():
     cuts = planned(model).cuts
     assert {"model.embed_tokens", "lm_head"} < cuts.keys()
     assert "again" not in cuts
+
+
+def test_an_mlp_that_looks_at_all_its_columns_is_refused():
+    if why := recent_models.missing("Gemma 3n"):
+        pytest.skip(why)
+    model = recent_models.gemma3n(activation_sparsity_pattern=[0.9, 0.0, 0.0, 0.0])
+    with pytest.raises(PlanError, match="activation_sparsity looks at all columns"):
+        planned(model)
+    plan = planned(model, **{"model.layers.0.mlp.*": "whole"})
+    assert {name for name in plan.cuts if ".mlp." in name and ".0." in name} == set()

@@ -221,7 +221,7 @@ CASES: dict[str, tuple[Machine, RunFacts | None, str, str, str]] = {
     ),
     "mixed": (
         MACHINE,
-        run(**{"model.init_device": "mixed"}),
+        dataclasses.replace(run(**{"model.init_device": "mixed"}), builds_on_meta=True),
         "warning",
         "rank 0 holds the whole model",
         "init_device: meta",

@@ -125,7 +125,7 @@ def test_a_run_that_resumes_by_itself_needs_its_load_path_no_more(
     assert code == 1
     assert "load_path: There is no checkpoint at" in said
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "latest-rank0.pt").symlink_to(f"{assets}/checkpoint.pt")
+    (tmp_path / "r" / "latest-sharded-rank0").symlink_to(f"{assets}/checkpoint.pt")
     code, said = doctor(settings)
     assert code == 0, said
 
@@ -281,13 +281,36 @@ def test_a_model_that_cannot_be_on_meta(doctor, assets: Path, tmp_path: Path):
         "class Own(ComposerMPTCausalLM):\n"
         "    def __init__(self, **kwargs):\n"
         "        super().__init__(**kwargs)\n"
-        "        self.norm = next(self.parameters()).norm().item()\n"
+        "        self.norm = next(self.parameters()).detach().numpy().max()\n"
     )
     changes = {"code_paths": [str(code)], "model.name": "own"}
     exit_code, said = doctor(changed(good(assets), changes))
     assert exit_code == 0, said
     assert "warning: model: it cannot be built here, where weights have no values" in said
     assert doctor(changed(good(assets), {**changes, "model.init_device": "meta"}))[0] == 1
+
+
+def test_a_loader_without_a_length_and_no_tokenizer(doctor, assets: Path, tmp_path: Path):
+    code = tmp_path / "own_loader.py"
+    code.write_text(
+        "import torch\n"
+        "from composer.core import DataSpec\n"
+        "from llmfoundry import registry\n"
+        "from torch.utils.data import DataLoader, IterableDataset\n"
+        "class Endless(IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        while True:\n"
+        "            yield {'input_ids': torch.ones(8, dtype=torch.long)}\n"
+        "def build(tokenizer, device_batch_size, dataset):\n"
+        "    return DataSpec(DataLoader(Endless(), batch_size=device_batch_size))\n"
+        "registry.dataloaders.register('endless', func=build)\n"
+    )
+    loader = {"name": "endless", "dataset": {"any": 1}}
+    changes = {"code_paths": [str(code)], "train_loader": loader}
+    exit_code, said = doctor(changed(good(assets), changes))
+    assert exit_code == 0, said
+    exit_code, said = doctor(changed(good(assets), {**changes, "tokenizer": {}}))
+    assert exit_code == 0, said
 
 
 @pytest.mark.table("fp64")

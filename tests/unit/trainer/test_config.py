@@ -18,7 +18,7 @@ from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.config.wrapping import PrecisionSpec, Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.prepare.settings import TrainerFSDP2Config, resolve_settings
-from composer_fsdp2.trainer.config import parse_parallelism_config
+from composer_fsdp2.trainer.config import concerns_fsdp2, parse_parallelism_config
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +142,11 @@ def test_an_fsdp1_config_is_converted_aloud():
 def test_an_fsdp1_config_says_only_what_was_given():
     """Its other fields are class defaults; a warning about each would be noise."""
     assert resolve_settings(FSDPConfig()) == FSDP2Config(state_dict_type="full")
+
+
+def test_an_fsdp1_config_takes_misspelt_words_and_is_refused():
+    with pytest.raises(ConfigError, match="Did you mean 'sharding_strategy'"):
+        resolve_settings(FSDPConfig(sharding_strateg="SHARD_GRAD_OP"))
 
 
 @pytest.mark.parametrize("thing", [None, "full", 2, ["verbose"], object()])
@@ -298,6 +303,20 @@ def test_tensor_parallelism_passes_through():
 )
 def test_what_would_silently_become_something_else_is_an_error(written, said):
     assert said in error_of(written)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("fsdp2_config", "Valid keys: fsdp, fsdp2, tp."),
+        ("wrap_policy", "Settings of FSDP2 go under 'fsdp2'."),
+        ("fully_shard", "Valid keys: fsdp, fsdp2, tp."),
+        ("parallelism_config", "Valid keys: fsdp, fsdp2, tp."),
+    ],
+)
+def test_settings_at_another_level_are_not_left_to_composer(key, said):
+    assert concerns_fsdp2({key: {}})
+    assert said in error_of({key: {}})
 
 
 def test_degrees_fit_the_run(eight_ranks):
