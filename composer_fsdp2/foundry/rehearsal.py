@@ -607,7 +607,8 @@ def _plan(
         device = get_device("gpu") if has_gpu else object.__new__(DeviceGPU)
     with rehearsal.step("parallelism_config.fsdp2"), environment(cluster.first_rank()):
         fsdp = copy.deepcopy(config.fsdp_config)
-        process_init_device(copy.deepcopy(config.model), fsdp, None)
+        with contextlib.suppress(AssertionError):  # told where the model was built
+            process_init_device(copy.deepcopy(config.model), fsdp, None)
         written, key = config.fsdp_config.get("mixed_precision"), "model.master_weights_dtype"
         values = written if isinstance(written, Mapping) else {"": written}
         lost = {k for k, v in values.items() if v is not None} - {"reduce_dtype", "buffer_dtype"}
