@@ -18,7 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -105,8 +105,18 @@ class ChunkedHead:
         return ChunkedLogits(call, hidden.contiguous())
 
 
-Change = Callable[[Tensor], Tensor]
-"""a function of the logits between head and loss, of each token alone"""
+class Change(NamedTuple):
+    """A function of the logits between head and loss, of each token alone."""
+
+    func: Any
+    values: tuple[Any, ...]
+    """its arguments; `None` is the logits"""
+    kwargs: dict[str, Any]
+
+    def __call__(self, part: Tensor) -> Tensor:
+        # Not in place, where the function before may need its result in backward.
+        arguments = (part if value is None else value for value in self.values)
+        return _IN_PLACE.get(self.func, self.func)(*arguments, **self.kwargs)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,16 +133,19 @@ class HeadCall:
     dtype: torch.dtype
     done: bool = False
     """backward has begun"""
-    known: tuple[Tensor, Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
-    """rows, targets, losses and likeliest classes of the loss that was computed last"""
+    known: tuple[Tensor, tuple[Change, ...], Tensor, int, Tensor, Tensor] | None = field(
+        default=None, repr=False
+    )
+    """rows, changes, targets, ignored target, losses and likeliest classes of the loss that was
+    computed last"""
 
     def losses_of(
         self, rows: Tensor, changes: Sequence[Change], targets: Tensor, ignored: int
     ) -> Tensor:
         """Returns the loss of each token, `(tokens,)`, computed again only for new ones."""
-        result = None if torch.is_grad_enabled() else self.result_of(rows)
-        if result is not None and torch.equal(result[0], targets):
-            return result[1]
+        result = None if torch.is_grad_enabled() else self.result_of(rows, changes)
+        if result is not None and result[1] == ignored and torch.equal(result[0], targets):
+            return result[2]
         if self.done:
             raise PlanError(
                 f"Another loss of the logits of '{self.head}' was asked for after backward. With "
@@ -163,14 +176,23 @@ class HeadCall:
         call = functools.partial(checkpoint, loss, use_reentrant=False) if self.chunks > 1 else loss
         pairs = zip(rows.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
         losses = torch.cat([call(part, target, []) for part, target in pairs])  # pyright: ignore
-        self.known = rows.detach(), targets, losses.detach(), torch.cat(predicted[:chunks])
+        likeliest = torch.cat(predicted[:chunks])
+        self.known = rows.detach(), (*changes,), targets, ignored, losses.detach(), likeliest
         return PrependZeroGrad.apply(self.token, losses, self)  # pyright: ignore[reportReturnType]
 
-    def result_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Returns targets, losses and likeliest classes, if the last loss had these rows."""
-        if self.known is None or self.known[0].shape != rows.shape:
+    def result_of(
+        self, rows: Tensor, changes: Sequence[Change]
+    ) -> tuple[Tensor, int, Tensor, Tensor] | None:
+        """Returns the rest of `known`, if the last loss had these rows and changes."""
+        if self.known is None or _identity(rows, changes) != _identity(*self.known[:2]):
             return None
-        return self.known[1:] if self.known[0].data_ptr() == rows.data_ptr() else None
+        return self.known[2:]
+
+
+def _identity(rows: Tensor, changes: Sequence[Change]) -> tuple[Any, ...]:
+    # A metric reads logits that the loss has cast for itself.
+    changed = [change for change in changes if change.func not in _CASTS]
+    return rows.data_ptr(), rows.shape, rows.stride(), changed
 
 
 class PrependZeroGrad(torch.autograd.Function):
@@ -198,6 +220,7 @@ class ChunkedLogits(Tensor):
     _call: HeadCall
     _hidden: Tensor
     _changes: tuple[Change, ...]
+    _has_views: bool
 
     @staticmethod
     def __new__(  # noqa: D102  (made here alone)
@@ -216,6 +239,7 @@ class ChunkedLogits(Tensor):
             requires_grad=True,
         )
         logits._call, logits._hidden, logits._changes = call, hidden, changes
+        logits._has_views = False
         return logits
 
     def __repr__(self, **_kwargs: Any) -> str:
@@ -244,7 +268,9 @@ class ChunkedLogits(Tensor):
         raise _not_there(func, (args, kwargs))
 
     def _with(self, hidden: Tensor) -> ChunkedLogits:
-        return ChunkedLogits(self._call, hidden, self._changes, self.dtype)
+        view = ChunkedLogits(self._call, hidden, self._changes, self.dtype)
+        self._has_views = view._has_views = True
+        return view
 
     def _rows(self) -> Tensor:
         return self._hidden.reshape(-1, self._hidden.size(-1))
@@ -264,8 +290,9 @@ def _not_there(func: Any, args: Any) -> PlanError:
 
 
 _IN_PLACE: dict[Any, Any] = {Tensor.mul_: torch.mul, Tensor.div_: torch.div}
+_CASTS = {Tensor.float, Tensor.to}
 _OF_EACH = {
-    *(Tensor.float, Tensor.to, Tensor.tanh, torch.tanh),
+    *(*_CASTS, Tensor.tanh, torch.tanh),
     *(Tensor.__mul__, Tensor.__rmul__, Tensor.mul, torch.mul),
     *(Tensor.__truediv__, Tensor.div, torch.div, *_IN_PLACE),
 }
@@ -281,17 +308,16 @@ def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ):
         return NotImplemented
     logits = args[values.index(None)]
-
-    def change(part: Tensor) -> Tensor:
-        # Not in place, where the function before may need its result in backward.
-        arguments = (part if value is None else value for value in values)
-        return _IN_PLACE.get(func, func)(*arguments, **kwargs)
-
+    change = Change(func, (*values,), kwargs)
     changes = (*logits._changes, change)
     if func in _IN_PLACE:
+        if logits._has_views:
+            return NotImplemented  # a view may be a part of them, and shares the change in torch
         logits._changes = changes
         return logits
     dtype = change(torch.empty(0, dtype=logits.dtype)).dtype
+    if func in _CASTS and {*others} <= {dtype} == {logits.dtype}:
+        return logits  # as torch does
     return ChunkedLogits(logits._call, logits._hidden, changes, dtype)
 
 
@@ -349,10 +375,10 @@ def _cross_entropy(
 
 
 def _argmax(logits: ChunkedLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    result = logits._call.result_of(logits._rows())
+    result = logits._call.result_of(logits._rows(), logits._changes)
     if result is None or keepdim or dim not in (-1, logits.dim() - 1):
         return NotImplemented
-    return result[2].view(logits.shape[:-1])
+    return result[3].view(logits.shape[:-1])
 
 
 def _watched(logits: ChunkedLogits, hook: Any) -> Any:

@@ -150,25 +150,31 @@ class _Tiled:
                 "known where the sequence is. Choose modules that are called with one tensor, "
                 "(batch, sequence, width), or leave tiled_mlp out."
             )
-        if inputs.size(1) < 2:
-            return self.whole(inputs)  # a token at a time, as in generation
-        tiles = inputs.tensor_split(min(self.shards, inputs.size(1)), dim=1)
+        tiles = inputs.tensor_split(max(1, min(self.shards, inputs.size(1))), dim=1)
         with contextlib.nullcontext() if torch.compiler.is_compiling() else keeping_nothing():
             if type(self.module) not in self.compared:
-                fault = self._difference(inputs, tiles)
-                error = PlanError(
-                    f"'{self.name}' was chosen for tiled_mlp, but {fault}. It does not treat every "
-                    "position alone, and would train another model. Choose others with "
-                    "tiled_mlp.names."
-                )
-                raise_on_all_ranks({}, None if fault is None else error)
-                self.compared.add(type(self.module))
-            outputs: Any = [checkpoint(self._tile, tile, use_reentrant=False) for tile in tiles]
-            return torch.cat(outputs, dim=1)
+                self._compare(inputs, tiles)
+            if len(tiles) > 1:
+                outputs: Any = [checkpoint(self._tile, tile, use_reentrant=False) for tile in tiles]
+                return torch.cat(outputs, dim=1)
+        return self.whole(inputs)  # a token at a time, as in generation
 
     def _tile(self, tile: torch.Tensor) -> Any:
         # What is kept until backward is a part of the input; modules may ask for a `view`.
         return self.whole(tile.contiguous())
+
+    def _compare(self, inputs: torch.Tensor, tiles: tuple[torch.Tensor, ...]) -> None:
+        """Compares tiles with the whole on all ranks. Collective: yes, over the default group."""
+        # A rank with one token compares nothing, and others may have more.
+        fault = self._difference(inputs, tiles) if len(tiles) > 1 else None
+        error = PlanError(
+            f"'{self.name}' was chosen for tiled_mlp, but {fault}. It does not treat every "
+            "position alone, and would train another model. Choose others with tiled_mlp.names."
+        )
+        facts = {"~tiles": len(tiles)}
+        everyone = raise_on_all_ranks(facts, None if fault is None else error)
+        if any(facts["~tiles"] > 1 for facts in everyone):
+            self.compared.add(type(self.module))
 
     @torch.no_grad()
     def _difference(self, inputs: torch.Tensor, tiles: tuple[torch.Tensor, ...]) -> str | None:

@@ -303,7 +303,8 @@ def _write(run: Path, choice: Choice) -> None:
     yaml.preserve_quotes = True
     document = yaml.load(run.read_text(encoding="utf-8"))
     block = document["parallelism_config"]["fsdp2"]
-    block.update({key: value for key, value in written(choice).items() if value is not None})
+    keys = written(choice, block.get("optimizer_state"))
+    block.update({key: value for key, value in keys.items() if value is not None})
     if choice.replicate == 1:
         block.pop("data_parallel_replicate_degree", None)
     if choice.frozen == "shard":

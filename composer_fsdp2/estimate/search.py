@@ -7,12 +7,12 @@ are. The best ones are then traced themselves, and only what was traced is shown
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.estimate.clock import Gpu, step_times
 from composer_fsdp2.estimate.forecast import Forecast
 from composer_fsdp2.estimate.report import HEADROOM
@@ -23,6 +23,7 @@ __all__ = ["OFFLOAD", "Choice", "SearchResult", "mesh_degrees", "search", "searc
 CHECKPOINTING: tuple[Any, ...] = (False, {"mode": "selective"}, True)
 OFFLOAD = ("none", "optimizer", "all")
 """settings of CPU offload that a search tries"""
+_SHOWN_REFUSALS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,13 @@ class SearchResult:
     seconds: float
 
 
-def written(choice: Choice) -> dict[str, Any]:
-    """Returns the choice as keys of `parallelism_config.fsdp2`."""
+def written(choice: Choice, optimizer_state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the choice as keys of `parallelism_config.fsdp2`.
+
+    Args:
+        choice: settings that replace those of the run.
+        optimizer_state: that of the run, whose dtype or bits stay.
+    """
     keys: dict[str, Any] = {
         "data_parallel_shard_degree": choice.shard,
         "data_parallel_replicate_degree": choice.replicate if choice.replicate > 1 else None,
@@ -70,7 +76,7 @@ def written(choice: Choice) -> dict[str, Any]:
     if choice.offload == "all":
         keys["cpu_offload"] = True
     elif choice.offload == "optimizer":
-        keys["optimizer_state"] = {"device": "cpu"}
+        keys["optimizer_state"] = {**(optimizer_state or {}), "device": "cpu"}
     return keys
 
 
@@ -92,27 +98,52 @@ class _Guesses:
     """Guesses memory and time of a choice; see [Note: parts]."""
 
     def __init__(
-        self, measure: Callable[[Choice], Forecast], ranks: int, sizes: Sequence[int], gpu: Gpu
+        self,
+        measure: Callable[[Choice], Forecast],
+        bases: Sequence[Choice],
+        sizes: Sequence[int],
+        gpu: Gpu,
     ) -> None:
-        self._gpu, self._sizes = gpu, sizes
-        self._base = Choice(shard=ranks, replicate=1, reshard="auto", checkpointing=2, rows=1)
-        self.traced = functools.cache(measure)
-        """returns the forecast of a choice, which is traced once"""
+        self._measure, self._gpu, self._sizes = measure, gpu, sizes
+        self._forecasts: dict[Choice, Forecast | None] = {}
+        self.refusals: dict[Choice, ConfigError | PlanError] = {}
+        self._base = next((base for base in bases if self.traced(base)), bases[0])
+        if self._base in self.refusals:
+            raise self.refusals[self._base]
 
-    def __call__(self, choice: Choice) -> tuple[float, float]:
-        """Returns bytes and seconds."""
+    def traced(self, choice: Choice) -> Forecast | None:
+        """Returns the forecast of a choice, which is traced once; `None` if the run refuses it."""
+        if choice not in self._forecasts:
+            try:
+                self._forecasts[choice] = self._measure(choice)
+            except (ConfigError, PlanError) as error:
+                self._forecasts[choice], self.refusals[choice] = None, error
+        return self._forecasts[choice]
+
+    def __call__(self, choice: Choice) -> tuple[float, float] | None:
+        """Returns bytes and seconds; `None` if the run refuses a part of the choice."""
         base, level = self._base, replace(self._base, checkpointing=choice.checkpointing)
         placed = replace(base, shard=choice.shard, replicate=choice.replicate, frozen=choice.frozen)
-        layout, first = (self.traced(replace(placed, reshard=choice.reshard)), self.traced(level))
-        size = first.peak_bytes + layout.peak_bytes - self.traced(base).peak_bytes
-        if choice.rows > 1:
-            more = self.traced(replace(level, rows=self._sizes[1])).peak_bytes - first.peak_bytes
-            size += more * (choice.rows - 1) / (self._sizes[1] - 1)
+        rows = self._sizes[1] if choice.rows > 1 else base.rows
+        parts = (replace(placed, reshard=choice.reshard), level, replace(level, rows=rows), base)
+        layout, first, several, whole = map(self.traced, parts)
+        if layout is None or first is None or several is None or whole is None:
+            return None
+        size = first.peak_bytes + layout.peak_bytes - whole.peak_bytes
+        if rows > 1:
+            more = several.peak_bytes - first.peak_bytes
+            size += more * (choice.rows - 1) / (rows - 1)
         size -= sum(layout.held[kind] for kind in _ON_HOST[choice.offload])
         compute = step_times(first, self._gpu).compute
         # A microbatch gathers and reduces the same bytes, whatever its size.
         beside = step_times(layout, self._gpu).beside / choice.rows
         return size, _SLOWER[choice.offload] * max(compute, beside)
+
+    def reasons(self) -> list[tuple[Choice, str]]:
+        """Returns a refused choice for each of the first errors."""
+        texts = {choice: " ".join(str(error).split()) for choice, error in self.refusals.items()}
+        first = {text: choice for choice, text in reversed(texts.items())}
+        return [(choice, text) for text, choice in first.items()][-_SHOWN_REFUSALS:]
 
 
 _ON_HOST: Mapping[str, tuple[str, ...]] = {
@@ -138,6 +169,8 @@ def search(
 ) -> tuple[list[SearchResult], list[tuple[Choice, str]]]:
     """Returns the best choices that fit, and the reasons against other choices.
 
+    A choice that other settings of the run refuse is left out, with the error as its reason.
+
     Args:
         measure: traces a step of a choice, which takes seconds.
         ranks: that hold the model; those of a tensor group count once.
@@ -148,11 +181,45 @@ def search(
         offloads: kinds of state in CPU memory that the run allows, the cheapest first.
         frozen: values of the setting that the run allows.
         count: choices that are returned at most.
+
+    Raises:
+        PlanError: every choice is refused.
+        ConfigError: likewise.
     """
     room = memory_gib * 2**30 * (1 - HEADROOM)
     sizes = [2**power for power in range(most_rows.bit_length()) if most_rows % 2**power == 0]
-    guess = _Guesses(measure, ranks, sizes, gpu)
-    choices = [
+    choices = _choices(mesh_degrees(ranks, per_node), sizes, offloads, frozen)
+    base = {"reshard": "auto", "rows": 1, "offload": offloads[0], "frozen": frozen[0]}
+    # The last has the most shards, and recomputes all.
+    bases = [choice for choice in reversed(choices) if choice == replace(choice, **base)]
+    guess = _Guesses(measure, bases, sizes, gpu)
+    guesses = [(*parts, choice) for choice in choices if (parts := guess(choice))]
+    best: list[SearchResult] = []
+    lost: list[tuple[Choice, str]] = []
+    for size, seconds, choice in sorted(guesses, key=lambda row: row[1]):
+        if len(best) == count:
+            lost.append((choice, f"it takes about {seconds:.3f} s"))
+            break
+        # A guess may be a little too large.
+        forecast = guess.traced(choice) if size <= room * 1.05 else None
+        size = size if forecast is None else forecast.peak_bytes
+        if size > room:
+            lost.append((choice, f"it takes {size_text(size)} of {size_text(room)}"))
+        elif forecast is not None:
+            seconds = step_times(forecast, gpu).step * _SLOWER[choice.offload]
+            best.append(SearchResult(choice=choice, forecast=forecast, seconds=seconds))
+    lost = [*lost[:2], *lost[2:][-1:], *guess.reasons()]
+    return sorted(best, key=lambda result: result.seconds), lost
+
+
+def _choices(
+    meshes: Sequence[tuple[int, int, bool | int | str]],
+    sizes: Sequence[int],
+    offloads: Sequence[str],
+    frozen: Sequence[str],
+) -> list[Choice]:
+    """Returns every combination of settings that a search varies."""
+    return [
         Choice(
             shard=shard,
             replicate=replicate,
@@ -163,26 +230,10 @@ def search(
             frozen=place,
         )
         for (shard, replicate, reshard), checkpointing, rows, offload, place in itertools.product(
-            mesh_degrees(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads, frozen
+            meshes, range(len(CHECKPOINTING)), sizes, offloads, frozen
         )
         if (place, offload) != ("replicate", "all")
     ]
-    guesses = [(*guess(choice), choice) for choice in choices]
-    best: list[SearchResult] = []
-    lost: list[tuple[Choice, str]] = []
-    for size, seconds, choice in sorted(guesses, key=lambda row: row[1]):
-        if len(best) == count:
-            lost.append((choice, f"it takes about {seconds:.3f} s"))
-            break
-        # A guess may be a little too large.
-        size = guess.traced(choice).peak_bytes if size <= room * 1.05 else size
-        if size > room:
-            lost.append((choice, f"it takes {size_text(size)} of {size_text(room)}"))
-        else:
-            forecast = guess.traced(choice)
-            seconds = step_times(forecast, gpu).step * _SLOWER[choice.offload]
-            best.append(SearchResult(choice=choice, forecast=forecast, seconds=seconds))
-    return sorted(best, key=lambda result: result.seconds), lost
 
 
 def search_lines(best: Sequence[SearchResult], lost: Sequence[tuple[Choice, str]]) -> Iterator[str]:
@@ -192,5 +243,5 @@ def search_lines(best: Sequence[SearchResult], lost: Sequence[tuple[Choice, str]
         yield f"{number}. {result.seconds:8.3f} s {size:>10}  {result.choice}"
     if not best:
         yield "Nothing fits."
-    for choice, why in [*lost[:2], *lost[2:][-1:]]:
+    for choice, why in lost:
         yield f"   not {choice}: {why}"

@@ -57,7 +57,17 @@ def forecast_run(
     size = config.device_train_batch_size
     if rows is None and config.device_train_microbatch_size == "auto":
         notes.append("device_train_microbatch_size is auto: a microbatch of 1 is shown")
-    rows = batch_of(parts, rows).microbatch
+    batch = batch_of(parts, rows)
+    if batch.length != config.max_seq_len:
+        notes.append(
+            f"a row has the {batch.length:,} tokens of train_loader.dataset.max_seq_len, and not "
+            f"the {config.max_seq_len:,} of max_seq_len"
+        )
+    if not cluster.on_gpus and config.precision != "fp32":
+        notes.append(
+            f"precision is {config.precision}, and these are the numbers of fp32 on CPUs: --gpus N "
+            "plans for N GPUs"
+        )
     precision = config.precision if cluster.on_gpus else "fp32"
     on_host = ["parameters", "gradients", "optimizer"] if requested.cpu_offload else list[str]()
     if requested.optimizer_state.device == "cpu" and not on_host:
@@ -84,9 +94,9 @@ def forecast_run(
                 settings, precision, steps_together=cluster.on_gpus and "optimizer" not in on_host
             ),
             on_gpus=cluster.on_gpus,
-            batch=functools.partial(_full_batch, rows, config.max_seq_len),
+            batch=functools.partial(_full_batch, batch.microbatch, batch.length),
             compute=compute_loss(precision),
-            microbatches=math.ceil(size / rows),
+            microbatches=math.ceil(size / batch.microbatch),
             ahead=settings.units_ahead,
             ranks=cluster.ranks,
             ranks_per_node=cluster.ranks_per_node,
@@ -102,12 +112,14 @@ def batch_of(parts: Parts, rows: int | None = None) -> Batch:
     config = parts.config
     written = rows or config.device_train_microbatch_size
     written = 1 if written == "auto" else written
+    dataset = config.train_loader.get("dataset")
+    length = dataset.get("max_seq_len") if isinstance(dataset, Mapping) else None
     return Batch(
         # LLM Foundry divides it by the number of ranks: `transform` has multiplied it.
         rows=int(config.global_train_batch_size) // ranks_of_a_batch(parts.settings),
         # A share of a sample: Trainers divide each.
         microbatch=max(1, int(min(written, config.device_train_batch_size))),
-        length=config.max_seq_len,
+        length=length if type(length) is int else config.max_seq_len,
     )
 
 
@@ -126,9 +138,10 @@ def search_run(
         PlanError: the model cannot be prepared.
         ConfigError: likewise.
     """
+    state = dataclasses.asdict(parts.settings.optimizer_state)
 
     def measure(choice: Choice) -> Forecast:
-        return forecast_run(parts, cluster, changes=written(choice), rows=choice.rows)
+        return forecast_run(parts, cluster, changes=written(choice, state), rows=choice.rows)
 
     tensor = parts.settings.tensor_parallel
     degree = 1 if tensor is None else tensor.degree

@@ -3,8 +3,8 @@
 [Note: arguments left out] LLM Foundry looks a name up when it builds the part, and Python refuses
 an unknown argument there, which for an optimizer is after the model's weights. Some parts refuse
 nothing, and the run trains with the default: a model gives its `**kwargs` to a configuration that
-keeps every name, a data set picks the keys it knows, a tokenizer reads some of its `**kwargs`, and
-a callback of Composer deletes them.
+keeps every name, a data set picks the keys it knows, a tokenizer reads some of its `**kwargs`, an
+optimizer keeps all keys of a group of parameters, and a callback of Composer deletes them.
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[str]:
             before = ("name", *_READ_BEFORE.get(where.partition("[")[0], ()))
             arguments = {key: value for key, value in block.items() if key not in before}
             yield from _of_part(where, name, registered[name], arguments)
+            if where == "optimizer" and isinstance(groups := block.get("param_groups"), list):
+                yield from _of_groups(registered[name], groups)
     if isinstance(tokenizer := cfg.get("tokenizer"), dict):
         yield from _of_tokenizer(tokenizer)
 
@@ -238,8 +240,34 @@ def _of_part(where: str, name: str, called: Any, block: dict[Any, Any]) -> Itera
         kinds = (registry.collators, registry.data_specs, registry.dataset_replication_validators)
         readers = [called, *(part for kind in kinds for part in kind.get_all().values())]
         words = {word for reader in readers for word in _words(inspect.getmodule(reader))}
+        # Those words are there as well: the functions hand them to torch's loader.
+        outside = ("name", *_declared(called)[0])
+        for key in (key for key in dataset if key in outside):
+            yield (
+                f"{where}.dataset: '{key}' is an argument of the loader. The run would train as if "
+                f"it were not there. Write it one level up, as {where}.{key}."
+            )
         names = ["max_seq_len", *_declared(StreamingDataset)[0]]
-        yield from _unread(f"{where}.dataset", name, names, dataset, words)
+        yield from _unread(f"{where}.dataset", name, names, dataset, {*words, *outside})
+
+
+def _of_groups(optimizer: Any, groups: list[Any]) -> Iterator[str]:
+    """Checks the groups of parameters that an optimizer is built with.
+
+    An optimizer may read keys of a group that are no arguments, as Muon's `algorithm`.
+    """
+    names = _arguments_of(optimizer)
+    if names is None:
+        return
+    title = getattr(optimizer, "__name__", str(optimizer))
+    modules = {inspect.getmodule(base) for base in getattr(optimizer, "__mro__", (optimizer,))}
+    sources = "".join(map(_source, modules))
+    read_keys = re.findall(r"""group[^\n]*?["'](\w+)["']""", sources)
+    for number, group in enumerate(groups):
+        if isinstance(group, dict):
+            where = f"optimizer.param_groups[{number}]"
+            yield from wrong_kinds(f"{where}.", optimizer, group)
+            yield from _unread(where, title, ["param_str_match", *names], group, read_keys)
 
 
 def _of_mpt(model: Any, block: dict[Any, Any]) -> Iterator[str]:
@@ -273,11 +301,17 @@ def _of_mpt(model: Any, block: dict[Any, Any]) -> Iterator[str]:
 
 
 def _of_tokenizer(block: dict[Any, Any]) -> Iterator[str]:
-    """Checks the arguments of a tokenizer whose class is known without the network."""
+    """Checks keys beside `kwargs`, and these for a class that is known without the network."""
     from llmfoundry import registry
     from transformers.models.auto import tokenization_auto
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+    for key in (key for key in block if key not in ("name", "kwargs")):
+        yield (
+            f"tokenizer: {ascii_repr(key)} is neither 'name' nor 'kwargs'. The run would train as "
+            f"if it were not there.{nearest(str(key), ('name', 'kwargs'))} Write arguments of the "
+            "tokenizer under tokenizer.kwargs."
+        )
     name, kwargs, saved = block.get("name"), block.get("kwargs"), {}
     if not isinstance(name, str) or not isinstance(kwargs, dict):
         return

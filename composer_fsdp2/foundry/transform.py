@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,10 @@ _NEEDS_FROM_PRETRAINED = (
     "pretrained_lora_id_or_path",
 )
 _NOT_PLAIN = ("quantization_config", "text_config", "vision_config")
+# `from_pretrained` makes weights that the folder lacks and leaves out others, where a config asks
+# for more or fewer. It refuses other shapes, as reading in slices does.
+_CHANGES_WEIGHTS = re.compile("layer|tie|bias")
+"""in a key of `config_overrides` whose number, flag or list adds or removes weights"""
 _LOADERS = ("train_loader", "eval_loader", "eval_loaders")
 _KNOWN = ("text", "finetuning", "contrastive_pairs")
 """loaders of LLM Foundry, which take `replication`"""
@@ -271,7 +276,18 @@ def _sliceable_folder(model: Mapping[str, Any]) -> Path | None:
     # The folder's weights are those of the model its config describes.
     plain = isinstance(config, dict) and not any(config.get(key) for key in _NOT_PLAIN)
     has_weights = any((folder / file).is_file() for file in _WEIGHT_FILES)
-    return folder if plain and has_weights else None
+    if not plain or not has_weights or _overrides_weights(model.get("config_overrides"), config):
+        return None
+    return folder
+
+
+def _overrides_weights(overrides: Any, config: Mapping[str, Any]) -> bool:
+    """Returns whether overrides ask for other weights than a folder's config.json describes."""
+    return isinstance(overrides, Mapping) and any(
+        isinstance(value, int | list) and _CHANGES_WEIGHTS.search(str(key))
+        for key, value in overrides.items()
+        if value != config.get(key)
+    )
 
 
 # --- Ranks that compute one batch together. ---

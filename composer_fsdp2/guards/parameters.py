@@ -36,10 +36,12 @@ from composer_fsdp2.torch_private.units import (
     frees_after_forward,
     gathered_memory,
     gathered_param,
+    has_run,
     in_function_transform,
     is_exported,
     params_of,
     places_of,
+    sharded_param,
     stands_in,
 )
 
@@ -56,6 +58,15 @@ class _Param:
         self.plain: bool | None = None
         self.seen: tuple[int, int] | None = None
         self.contents: torch.Tensor | None = None
+        self.dtype = sharded_param(record).dtype
+        """of the shard when the model was prepared"""
+
+    def is_cast(self) -> bool:
+        """Whether the shard has another dtype than the memory into which torch gathers it."""
+        if sharded_param(self.record).dtype == self.dtype or not has_run(self.record):
+            return False
+        # With mixed precision torch casts what it sends.
+        return gathered_param(self.record).dtype == self.dtype
 
     def is_exchanged(self) -> bool:
         """Whether a module has another parameter registered than FSDP2 put there."""
@@ -159,6 +170,18 @@ class GatheredParameters(StepListener):
                 "a batch and take gradients with torch.autograd.grad (create_graph=True for second "
                 "ones), or transform a function inside the unit's own forward."
             )
+
+    def before_gather(self, unit: str, group: Any) -> None:
+        """Refuses parameters that were cast after the first gather. Collective: no."""
+        for param in self._groups[group]:
+            if param.is_cast():
+                raise PlanError(
+                    f"'{param.name}' was {param.dtype} in the first forward and is "
+                    f"{sharded_param(param.record).dtype} now, as after model.bfloat16(), "
+                    "model.double() or model.to(dtype). FSDP2 gathers it into memory of the first "
+                    "dtype. Convert the model before it is prepared; or keep it and have units "
+                    "compute in another dtype: mixed_precision, with param_dtype."
+                )
 
     def before_unsharded(self, unit: str, group: Any) -> None:
         """Looks for tensors in the places of the shards. Collective: no."""

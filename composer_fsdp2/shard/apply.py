@@ -230,12 +230,13 @@ def apply_plan(
             module = layout.modules[unit.module]
             experts = experts_of(module)
             ranks = (mesh,) if experts is None else (experts.mesh.shards, experts.mesh.sources)
-            reduction = probe(*ranks)
-            hooks[module] = _shard_unit(module, unit, layout, *reduction, policy, offloading)
+            hooks[module] = _shard_unit(module, unit, layout, *probe(*ranks), policy, offloading)
             weights.sourced.read_parameters(unit.params)
         weights.fill(tree.modules())
         weights.sourced.read_parameters(plan.ignored)
-    for module in hooks:
+    units = {unit.module: layout.modules[unit.module] for unit in plan.units}
+    for module, hook in hooks.items():
+        hook.units = tuple(reversed(units.values()))
         if (experts := experts_of(module)) is not None:
             experts.show_remote()
     weights.agree_on_failure()
@@ -245,7 +246,7 @@ def apply_plan(
     guard_reading(model)
     for path, method in forward_methods:
         hooks[layout.modules[path]].hook_method(method)
-    return {unit.module: layout.modules[unit.module] for unit in plan.units}
+    return units
 
 
 def _shard_unit(

@@ -105,6 +105,8 @@ class UnitHooks:
         """handles of hooks of modules that announce backward"""
         self._announced = self._announced_first = False
         """whether any module has announced backward, and before torch had heard of it"""
+        self.units: Sequence[Any] = (module,)
+        """of the model, parents before children"""
         self._hooked: set[nn.Parameter] = set()
         self._reshards: list[tuple[Any, Any]] = []
         # Hooks after a forward run in the order of registration, and FSDP2's own puts its gradient
@@ -161,6 +163,7 @@ class UnitHooks:
                 output = gathering(*args, **kwargs)
             finally:
                 self._end(output)
+            self._hear_results(output)
             return output
 
         setattr(module, name, treating)
@@ -168,14 +171,17 @@ class UnitHooks:
     # --- Before a forward, in this order. ---
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and is_root(module) is None:
-            # The first forward may make shards anew, which the optimizer steps.
-            with torch.inference_mode(False):
-                lazy_init(module)
         gather_again(module)
         self._begin(args, kwargs)
 
     def _begin(self, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and is_root(self._module) is None:
+            # The first forward may make shards anew, which the optimizer steps.
+            with torch.inference_mode(False):
+                # Not this unit alone, which may be called before the model: torch takes the first
+                # unit that is initialised for the root, and refuses those around it later.
+                for unit in self.units:
+                    lazy_init(unit)
         # Nearly every unit gets tensors alone.
         containers = [
             value for value in (*args, *kwargs.values()) if type(value) not in _NO_CONTAINERS
@@ -227,12 +233,8 @@ class UnitHooks:
 
     def _after_forward(self, module: Any, _args: object, output: object) -> object:
         container_ids = self._end(output)
-        self._gather_once_backward_needs_it(output)
+        self._hear_results(output)
         if not isinstance(output, torch.Tensor):
-            # Older torch does not look for tensors in dataclasses.
-            leaves = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, torch.Tensor)]
-            if torch.is_grad_enabled():
-                hear_backward(module, _tensors_in(leaves))
             if isinstance(output, Iterator) or callable(output):
                 # It may compute with the parameters later.
                 self._reshards = [
@@ -244,6 +246,14 @@ class UnitHooks:
             # Some models scale their logits in place. Nothing else holds what is behind the view.
             return unsafe_view(output)
         return _guarded_output(output, container_ids)
+
+    def _hear_results(self, output: object) -> None:
+        """Learns from the results of a call when backward comes to the unit."""
+        self._gather_once_backward_needs_it(output)
+        if torch.is_grad_enabled() and not isinstance(output, torch.Tensor):
+            # Older torch does not look for tensors in dataclasses.
+            leaves = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, torch.Tensor)]
+            hear_backward(self._module, _tensors_in(leaves))
 
     def _end(self, output: object) -> Iterable[int]:
         """Gives the caller's containers back; returns their addresses."""

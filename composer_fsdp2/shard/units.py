@@ -61,15 +61,13 @@ def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> G
         units: by name, children before parents.
         after_forward: `reshard_after_forward` of all units; `None` leaves each as it is.
     """
-    if after_forward is None:
-        yield
-        return
     # Parents first: torch takes the first unit that is initialised for the root of those inside.
     for unit in reversed(list(units.values())):
         # Or the first forward would change the outermost unit again. It does nothing the next time.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L138
         lazy_init(unit)
-    groups = [group for unit in units.values() for group in param_groups(unit)]
+    changed = units.values() if after_forward is not None else ()
+    groups = [group for unit in changed for group in param_groups(unit)]
     # Newer torch has a public setter, which could not bring back a number of ranks.
     settings = [frees_after_forward(group) for group in groups]
     try:

@@ -13,13 +13,17 @@ https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_sha
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.parallelism import are_whole
 from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.text import unit_text
 from composer_fsdp2.torch_private.units import (
     backward_number,
     gathered_param,
@@ -99,19 +103,25 @@ def _versions(group: Any) -> list[int]:
 
 
 class StaleGathers(StepListener):
-    """Frees units that a forward gathered between backward and step.
+    """Frees units that a forward without gradients, or one before a step, has gathered.
 
-    Whoever clips gradients reads those of `model.parameters()`. The gradients are at the shards,
-    and a unit that a forward without gradients left gathered shows whole parameters without one.
-    After the step its parameters would be those from before the step.
+    Whoever clips or clears gradients, builds an optimizer or averages weights takes
+    `model.parameters()`. Gradients are at the shards, and optimizers step shards; a unit that stays
+    gathered shows whole parameters. After a step they would be those from before the step.
+    Evaluations and `generate` free units at their end, and gather the root unit once until then,
+    unless gradients wait.
     """
 
     _gradients_wait = False
+    _computes_later = False
+    """whether the result of the unit that ran last may compute with its parameters"""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._announced: set[Any] = set()
         """groups whose gradients may wait for a reduction"""
+        self._calls: Counter[Any] = Counter()
+        """how many calls of a group's unit are running, one inside the other"""
 
     def begin_forward(self) -> None:
         """Refuses gradients that nobody will reduce. Collective: no."""
@@ -120,10 +130,20 @@ class StaleGathers(StepListener):
     def before_forward(self, unit: str, group: Any) -> None:
         """Learns that gradients may wait for a step. Collective: no."""
         self._gradients_wait = self._gradients_wait or torch.is_grad_enabled()
+        self._calls[group] += backward_number() < 0
+        self._computes_later = False
+
+    def after_forward(self, unit: str, output: Any) -> None:
+        """Learns that a unit returns a generator or a function. Collective: no."""
+        self._computes_later = isinstance(output, Iterator) or callable(output)
 
     def after_group_forward(self, unit: str, group: Any) -> None:
         """Frees a unit after a forward without gradients. Collective: no."""
-        if self._gradients_wait and not torch.is_grad_enabled() and is_gathered(group):
+        self._calls[group] -= backward_number() < 0
+        is_needed = self._calls[group] > 0 or self._computes_later
+        if torch.is_grad_enabled() or is_needed or not is_gathered(group):
+            return
+        if self._gradients_wait or not (self.run.is_evaluating or are_whole()):
             group.reshard()
 
     def before_backward(self, unit: str, group: Any) -> None:
@@ -134,12 +154,31 @@ class StaleGathers(StepListener):
         """Learns that no gradient of a unit waits. Collective: no."""
         self._announced.discard(group)
 
+    def new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer of gathered parameters. Collective: no.
+
+        Raises:
+            PlanError: naming the unit.
+        """
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for name, groups in self.run.groups.items():
+            params = [param for group in groups for param in params_of(group) if has_run(param)]
+            if any(id(gathered_param(param)) in stepped for param in params):
+                raise PlanError(
+                    f"{type(optimizer).__name__} was built while {unit_text(name)} was gathered, "
+                    "and has its gathered parameters. FSDP2 makes those anew of the shards for "
+                    "every use, so what the optimizer does to them is lost and nothing is "
+                    "trained. Build it before the first forward, or after the optimizer's step "
+                    "and not between a forward and its backward; or give it to prepare_fully_shard."
+                )
+
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses gradients that nobody will reduce. Collective: no."""
         self._refuse_unannounced()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Frees all units. Collective: no."""
+        self._calls.clear()  # of forwards that ended with an error
         for name, groups in self.run.groups.items():
             if any(map(is_gathered, groups)):
                 self.run.units[name].reshard()
@@ -149,8 +188,9 @@ class StaleGathers(StepListener):
         self._gradients_wait = False
 
     def aborted(self) -> None:
-        """Forgets gradients of the batch. Collective: no."""
+        """Forgets gradients and forwards of the batch. Collective: no."""
         self._announced.clear()
+        self._calls.clear()
 
     def _refuse_unannounced(self) -> None:
         for name, groups in self.run.groups.items():

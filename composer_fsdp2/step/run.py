@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -154,6 +154,8 @@ class Run:
     listeners: tuple[StepListener, ...] = ()
     depth: int = 0
     """how many forwards of the model are running, one inside the other"""
+    is_evaluating: bool = False
+    """whether a block of `evaluating` runs"""
     averages_from: str | None = None
     """the checkpoint whose averages the model holds, beside optimizer state of other weights"""
     entered: str = ""
@@ -253,9 +255,18 @@ class Run:
         self.tell("aborted")
         reset(self.units.values())
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Has units free or keep their parameters by `eval_reshard_after_forward`."""
-        return resharding(self.units, self.settings.eval_reshard_after_forward)
+    @contextlib.contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Has units free or keep their parameters by `eval_reshard_after_forward`.
+
+        Collective: no. Afterwards all parameters are shards again.
+        """
+        before, self.is_evaluating = self.is_evaluating, True
+        try:
+            with resharding(self.units, self.settings.eval_reshard_after_forward):
+                yield
+        finally:
+            self.is_evaluating = before
 
     def tell(self, event: str, *args: Any) -> bool:
         """Calls a method of all listeners that define it, until a listener answers with False.

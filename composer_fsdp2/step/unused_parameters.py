@@ -3,9 +3,10 @@
 [Note: unused parameters] FSDP2 reduces the parameters that have a gradient. Where ranks differ in
 that, it reduces tensors of different sizes, or silently adds one parameter's gradient to another's.
 So every unit that took part in backward reduces a zero where a parameter got no gradient. That is
-local, and costs nothing where all have one. What needs the other ranks is only whether nobody used
-a parameter: it is left without a gradient then, as in one process, so that momentum and weight
-decay leave it alone.
+local, and costs nothing where all have one. A unit that ran several times before a backward reduces
+each time it is left, though its gradients may all come the last time: which of them come earlier
+may differ between ranks. What needs the other ranks is only whether nobody used a parameter: it is
+left without a gradient then, as in one process, so that momentum and weight decay leave it alone.
 
 Units with experts or a tower compare that in a collective after each backward, and so do the units
 in which the first backward left anything out. Elsewhere nothing is sent. A rank that has to fill in
@@ -124,11 +125,13 @@ class UnusedParameters(StepListener):
         self._ran.discard(group)
         self._fresh.update(param for param in params if sharded_param(param).grad is None)
         if missing and not self._compares(group):
+            unused = missing
             if self._uses.get(group, 0) > 1:
-                # It comes here as often as it ran, and the first time before its gradients.
-                missing = [param for param in missing if not will_get_gradient(param)]
-            self.must_compare = self.must_compare or bool(missing)
-            for param in missing if all_reduces(group) else ():
+                # It comes here as often as it ran, and other uses may be left. A zero is reduced
+                # all the same: this may have been the parameter's last use on another rank.
+                unused = [param for param in missing if not will_get_gradient(param)]
+            self.must_compare = self.must_compare or bool(unused)
+            for param in unused if all_reduces(group) else ():
                 # Nobody may have used it. Said before the reduction.
                 if param in self._fresh and param not in self._used and param not in self._told:
                     key = f"{self._prefix}/{self._complete}/{self._indices[id(param)]}"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import PlanError, prepare_fully_shard
+from composer_fsdp2 import PlanError, full_tensor, prepare_fully_shard
 
 
 def layers() -> nn.Sequential:
@@ -61,6 +61,29 @@ def test_an_optimizer_that_is_built_later():
     model[1] = nn.Linear(4, 4)
     with pytest.raises(PlanError, match=r"'1.weight' was given to SGD after"):
         step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.world_size(2)
+def test_an_optimizer_that_is_built_after_an_evaluation_steps_shards():
+    model = layers()
+    prepare_fully_shard(model, None, {})
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = full_tensor(model, "0.weight").clone()
+    step(model, optimizer)
+    assert not torch.equal(full_tensor(model, "0.weight"), before)
+
+
+@pytest.mark.world_size(2)
+def test_an_optimizer_of_gathered_parameters_is_refused():
+    model = layers()
+    prepare_fully_shard(model, None, {})
+    loss = model(torch.ones(2, 4)).sum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    with pytest.raises(PlanError, match="SGD was built while the root was gathered"):
+        optimizer.step()
 
 
 @pytest.mark.world_size(2)

@@ -368,6 +368,18 @@ def test_what_is_no_mlp_is_an_error_on_every_rank():
 
 
 @pytest.mark.world_size(2)
+def test_a_rank_with_one_token_compares_tiles_with_the_others():
+    """It would go on, and leave the others in their agreement."""
+    model = TinyLM(layers=0)
+    model.blocks.append(Misnamed())
+    prepare_fully_shard(model, None, {"tiled_mlp": {"shards": 2}})
+    ids = batches(1, 4)[0][0]
+    model(ids[:, :1])  # nothing is compared, so that it is tried again
+    with pytest.raises(PlanError, match=r"On rank 1: 'blocks\.0\.mlp' was chosen for tiled_mlp"):
+        model(ids[:, : 1 + 3 * torch.distributed.get_rank()])
+
+
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("config", "said"),
     [

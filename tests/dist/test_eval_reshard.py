@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import clip_grad_norm_, installed, prepare_fully_shard
-from composer_fsdp2.shard.units import resharding
+from composer_fsdp2.step.run import run_of
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import OPTIMIZERS, Recipe, assert_same_values, model_loss, train_together
 from tests.support.traffic import Bytes
@@ -31,17 +31,16 @@ IDS, TARGETS = batches(1, 2)[0]
 
 def sent(model: nn.Module, config: dict[str, Any], eval_reshard: bool | None) -> list[int]:
     """Bytes gathered in an evaluation of three batches, by batch, and in a step after it."""
-    _, units = prepare_fully_shard(model, None, config)
+    prepare_fully_shard(model, None, {**config, "eval_reshard_after_forward": eval_reshard})
+    run = run_of(model)
+    assert run is not None
     counts: list[int] = []
-    with resharding(units, eval_reshard), torch.no_grad():
+    with run.evaluating(), torch.no_grad():
         for _ in range(3):
             with Bytes() as traffic:
                 model(IDS)
             counts.append(traffic.gathered.total())
-    if eval_reshard is not None:
-        assert all(isinstance(param, DTensor) for param in model.parameters())
-    for unit in units.values():
-        unit.reshard()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
     with Bytes() as traffic:
         lm_loss(model(IDS), TARGETS).backward()
     return [*counts, traffic.gathered.total()]

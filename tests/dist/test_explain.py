@@ -218,6 +218,18 @@ def test_tensors_in_an_object_that_nobody_casts():
 
 
 @pytest.mark.world_size(2)
+def test_a_model_that_is_cast_after_its_first_forward():
+    model, ids = TinyLM(), batches(1, 2)[0][0]
+    prepare_fully_shard(model, None, {})
+    with torch.no_grad():
+        model(ids)
+        model.double()
+        refused = r"was torch.float32 in the first forward and is torch.float64 .* mixed_precision"
+        with pytest.raises(PlanError, match=refused):
+            model(ids)
+
+
+@pytest.mark.world_size(2)
 def test_an_error_that_sharding_has_no_part_in_is_left_alone():
     model = TinyLM()
     model.blocks[1] = Casts()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from composer import Trainer
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import (
@@ -29,7 +32,7 @@ from tests.dist.test_adapters import (
     unsharded_names,
 )
 from tests.dist.test_adapters import run as run_with_adapters
-from tests.support.models import TinyLM
+from tests.support.models import VOCAB, WIDTH, TinyLM
 from tests.support.parity import (
     OPTIMIZERS,
     Recipe,
@@ -266,10 +269,58 @@ def test_nothing_or_everything_is_frozen(frozen: bool, word: str):
         prepare_fully_shard(model, None, REPLICATE)
 
 
+@dataclasses.dataclass
+class Logits:
+    logits: torch.Tensor
+
+
+class Head(nn.Module):
+    """Computes in a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCAB, WIDTH) / WIDTH)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+    def wrapped(self, x: torch.Tensor) -> Logits:
+        return Logits(self.score(x))
+
+    forward = score
+
+
+class Scores(TinyLM):
+    def __init__(self, method: str, trained: bool) -> None:
+        super().__init__()
+        self.method, self.norm = method, nn.Identity()
+        self.head = Head().requires_grad_(trained)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        scores = getattr(self.head, self.method)(x)
+        return scores.logits if self.method == "wrapped" else scores
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(("method", "is_trained"), [("score", False), ("wrapped", True)])
+def test_a_method_of_a_unit_that_backward_comes_to(method: str, is_trained: bool):
+    """A frozen unit gathers once a gradient passes through it; torch 2.7 sees no dataclasses."""
+    torch.manual_seed(0)
+    oracle = Scores(method, is_trained)
+    model = copy.deepcopy(oracle)
+    pair = [OPTIMIZERS["sgd"](each.parameters()) for each in (oracle, model)]
+    config = {"wrap_policy": {"names": ["head"]}, "forward_methods": [f"head.{method}"]}
+    prepare_fully_shard(model, pair[1], config)
+    train_together(oracle, pair[0], model, pair[1], Recipe(steps=3))
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("holder", ["optimizer", "model"])
 def test_freezing_between_forwards_lasts(holder: str):
-    """An optimizer holds the shards, and a module its gathered parameters after an evaluation."""
+    """An optimizer holds the shards, and a module its gathered parameters after a forward."""
     model = TinyLM()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     prepare_fully_shard(model, optimizer, {})
@@ -277,8 +328,7 @@ def test_freezing_between_forwards_lasts(holder: str):
     assert head is model.head.weight
     ids = torch.arange(8).reshape(2, 4)
     for is_trained in (False, True, False):
-        with torch.no_grad():
-            model(ids)  # leaves the root unit gathered
+        model(ids)  # leaves the root unit gathered
         held = head if holder == "optimizer" else model.head.weight
         held.requires_grad_(is_trained)
         model(ids).sum().backward()

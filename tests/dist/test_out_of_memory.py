@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -279,6 +280,19 @@ def test_ends_with_the_weights_of_a_run_of_that_size(point: str, ranks: str, run
     assert memory.times == (2 if memory.here else 0)
     assert loop.size == FITS
     assert_equal(found, wanted)
+
+
+@OUT_OF_MEMORY
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("number", [3, pytest.param(0, marks=pytest.mark.matrix)])
+def test_memory_runs_out_before_a_forward(number: int):
+    """Ranks compare at its beginning what they do, and one of them does not come there."""
+    loop, forwards = Loop("plain", 4), itertools.count()
+    memory = Memory(loop.model.net, loop.optimizer, lambda: 4 * (next(forwards) == number), "", {1})
+    loop.model.register_forward_pre_hook(memory.allocate, prepend=True)
+    loop.train()
+    assert memory.times == int(memory.here)
+    assert loop.size == FITS
 
 
 # --- When ranks agree, and when they do not. ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.sequence import attention
 from tests.dist.test_sequence_parallel import (
+    OPT,
     SIZES,
     VOCAB,
     OwnAttention,
@@ -57,6 +60,19 @@ def gemma2(**changes: Any) -> nn.Module:
         **SIZES, sliding_window=WINDOW, query_pre_attn_scalar=4, **changes
     )
     return transformers.Gemma2ForCausalLM(config)
+
+
+def qwen2_moe() -> nn.Module:
+    config = transformers.Qwen2MoeConfig(
+        **SIZES,
+        sliding_window=WINDOW,
+        use_sliding_window=True,
+        max_window_layers=1,
+        num_experts=4,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
 
 
 def deepseek() -> nn.Module:
@@ -146,6 +162,9 @@ WINDOWS: dict[str, Callable[[], Any]] = {
     "Gemma 2": gemma2,
     "DeepSeek-V3": deepseek,
 }
+if not HAS_OWN_MASKS:
+    # No attention of it is told of the window that the masks have.
+    WINDOWS["Qwen2-MoE, in one layer"] = qwen2_moe
 
 
 @pytest.mark.table("Qwen2, in one layer-ulysses", "Gemma 2-ulysses")
@@ -172,6 +191,32 @@ LEFT: dict[str, Callable[[], Any]] = {
 def test_padding_on_the_left(family: str, method: str):
     """The first token of a sequence is predicted by a query that sees no key."""
     compare(LEFT[family], method, a_batch(padded_on_the_left()))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("counts", "masks"), [(False, 0), (True, 2)])
+def test_padding_that_nobody_reads_needs_no_mask(counts: bool, masks: int):
+    """After all tokens and outside of the loss: a mask would be half of positions x positions."""
+    batch = a_batch(padded_on_the_left().flip(1))
+    batch["labels"][-1, -1] = 3 if counts else -100
+    with mock.patch.object(attention, "mask_of", wraps=attention.mask_of) as made:
+        compare(llama, "ulysses", batch)
+    assert made.call_count == masks
+
+
+@pytest.mark.table("MPT")
+@pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
+@pytest.mark.parametrize("family", ["MPT", *OPT])
+def test_padding_before_tokens_whose_positions_are_counted_by_the_mask(family: str):
+    make: Callable[[], Any] = mpt if family == "MPT" else OPT[family]
+    batch = a_batch(padded_on_the_left())
+    model = make()
+    prepared(model, sequence_parallel=2)
+    with pytest.raises(PlanError, match="counts positions by the mask"):
+        model.eval()(**batch)
+    if family != "MPT":  # which corrects positions of the batch as well
+        positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        compare(make, "ulysses", batch | {"position_ids": positions})
 
 
 PREFIX: dict[str, tuple[Callable[[], Any], Callable[[torch.Tensor], torch.Tensor]]] = {

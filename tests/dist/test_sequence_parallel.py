@@ -70,6 +70,25 @@ def gpt2(**changes: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def opt() -> nn.Module:
+    """Its masks keep no documents apart, and positions are counted by the mask: transformers 5."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "ffn_dim": 24}
+    config = transformers.OPTConfig(
+        **sizes,
+        word_embed_proj_dim=16,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        dropout=0,
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+OPT: dict[str, Callable[[], Any]] = (
+    {"OPT": opt} if hasattr(transformers.models.opt.modeling_opt, "ALL_ATTENTION_FUNCTIONS") else {}
+)
+"""no older OPT calls the attention interface"""
+
+
 def mpt(**attention: Any) -> nn.Module:
     pytest.importorskip("llmfoundry")
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
@@ -504,6 +523,42 @@ def _see_pairs(_attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
     return args, kwargs | {"attention_mask": mask}
 
 
+def phi3_long() -> nn.Module:
+    scaling = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [4.0, 4.0]}
+    config = transformers.Phi3Config(
+        **(SIZES | {"num_attention_heads": 4}),
+        pad_token_id=0,
+        original_max_position_embeddings=16,
+        rope_scaling=scaling,
+    )
+    return transformers.Phi3ForCausalLM(config)
+
+
+BY_LENGTH: dict[str, Callable[[], Any]] = {
+    "Phi-3, longrope": phi3_long,
+    "Llama, dynamic": lambda: llama(
+        max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 4.0}
+    ),
+}
+
+
+@pytest.mark.table("ulysses-Phi-3, longrope")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("family", BY_LENGTH)
+@pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
+def test_rotary_frequencies_are_those_of_the_full_length(method: str, family: str):
+    """One sequence is longer than those that the frequencies begin with, and one is not."""
+    for length in (LENGTH, 9):
+        oracle, model = (made.double() for made in twice(BY_LENGTH[family]))
+        with torch.no_grad():
+            for param in (*oracle.parameters(), *model.parameters()):
+                param.mul_(5 if param.ndim > 1 else 1)
+        prepared(model, sequence_parallel={"degree": 2, "method": method})
+        (batch,) = batches("plain", 1, length=length)
+        compare_a_batch(oracle, model, batch, lambda model, b: model(**b, use_cache=False).loss)
+
+
 @pytest.mark.table("gather_kv")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
@@ -525,6 +580,7 @@ PACKED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "MPT": (mpt, {}),
     "MPT, numbers": (mpt, {"sequence_id": True}),
     "MPT, numbers that are read": (lambda: mpt(attn_uses_sequence_id=True), {"sequence_id": True}),
+    **{name: (make, {}) for name, make in OPT.items()},
 }
 
 

@@ -149,6 +149,13 @@ class LossOfLogits(HuggingFaceModel):
         return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), batch["labels"].flatten())
 
 
+def recomputed() -> nn.Module:
+    model: Any = llama()
+    older = "gradient_checkpointing_enable"  # deprecated in transformers 5
+    getattr(model, "activation_checkpointing_enable", getattr(model, older))()
+    return model
+
+
 def of_llama(kind: Any) -> Callable[[], nn.Module]:
     return lambda: kind(transformers.LlamaConfig(**SIZES, pad_token_id=0))
 
@@ -171,6 +178,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         r"a weight of each head \('sinks'\)",
     ),
     "two kinds of attention": (other_attention, 2, "'model.layers.1.memory' .* of another kind"),
+    "recomputed by transformers": (
+        recomputed,
+        2,
+        r"\(gradient_checkpointing\).*write activation_checkpointing: true",
+    ),
     "no positions": (of_llama(WithoutPositions), 2, "takes no position_ids"),
     "loss inside": (of_llama(OwnLoss), 2, "OwnLoss computes its loss by itself"),
     "loss outside": (

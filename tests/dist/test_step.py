@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import composer_fsdp2
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2.parallel.parallelism import whole_sequences
 from composer_fsdp2.prepare import model as prepare
 from composer_fsdp2.step.run import StepListener, run_of
 from tests.support.models import TinyLM, batches, lm_loss
@@ -105,3 +108,73 @@ def test_an_event_that_no_listener_can_hear_is_an_error():
     assert run.tell("before_agreement", "a test")
     with pytest.raises(KeyError, match="before_agrement"):
         run.tell("before_agrement", "a test")
+
+
+# --- After a forward without gradients. ---
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    return all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@pytest.mark.world_size(2)
+def test_gradients_are_cleared_after_an_evaluation():
+    """By the model, which shows gathered parameters without a gradient while a unit is gathered."""
+    model = TinyLM()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    prepare_fully_shard(model, optimizer, {})
+    ids, targets = batches(1, 4)[0]
+    lm_loss(model(ids), targets).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(ids)
+    model.zero_grad()
+    assert all(param.grad is None for param in optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.world_size(2)
+def test_evaluations_and_generation_gather_the_root_once():
+    model = TinyLM()
+    prepare_fully_shard(model, None, {})
+    run = run_of(model)
+    assert run is not None
+    ids = batches(1, 4)[0][0]
+    for inside in (run.evaluating, whole_sequences):
+        with torch.no_grad(), inside():
+            model(ids)
+            assert not isinstance(model.head.weight, DTensor)
+        assert is_sharded(model) is (inside == run.evaluating)  # `generate` frees them itself
+        with torch.no_grad():
+            model(ids)
+        assert is_sharded(model)
+
+
+class Scores(TinyLM):
+    """Computes with a weight of the root after the model's forward."""
+
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
+        return self(ids) @ self.head.weight
+
+
+class Streams(TinyLM):
+    """Returns a generator, which computes when it is read."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return (logits @ self.head.weight for logits in super().forward(ids))
+
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.stack(list(self(ids)))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("make", [Scores, Streams])
+def test_a_root_that_computes_after_its_forward_stays_gathered(make: type[Any]):
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    prepare_fully_shard(model, None, {"forward_methods": ["score"]} if make is Scores else {})
+    ids = batches(1, 4)[0][0]
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(model.score(ids), plain.score(ids), atol=1e-6)
+    assert is_sharded(model) is (make is Scores)

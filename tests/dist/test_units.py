@@ -119,6 +119,29 @@ def test_forward_methods(make: Callable[[], Encoder], config: dict[str, Any]):
         assert torch.allclose(model(ids), plain(ids), atol=1e-6)
 
 
+class Again(Block):
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("method", ["forward", pytest.param("again", marks=pytest.mark.matrix)])
+def test_an_inner_unit_is_called_before_the_model(method: str):
+    """Torch would take it for the root, and refuse the model."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    model.blocks[1] = Again()
+    oracle = copy.deepcopy(model)
+    policy = {"classes": ["Block", "Again"], "min_unit_bytes": 1}
+    sharded(model, {"wrap_policy": policy, "forward_methods": ["blocks.1.again"]})
+    block, x = model.blocks[1], torch.ones(2, WIDTH)
+    with torch.no_grad():
+        result = block(x) if method == "forward" else block.again(x)  # pyright: ignore
+        assert torch.equal(result, oracle.blocks[1](x))
+    ids, targets = batches(1, 4)[0]
+    trains_alike(oracle, model, lambda one: lm_loss(one(ids), targets))
+
+
 # --- Parameters that are left alone. ---
 
 

@@ -287,6 +287,47 @@ class Twice(NeverSpare):
         return x
 
 
+class Fork(nn.Module):
+    """Each sample goes left or right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Block(), Block()
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        for number, side in enumerate((self.left, self.right)):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                x = x.index_add(0, rows, side(x[rows]))
+        return x
+
+
+class Crossed(TinyLM):
+    """A unit runs twice, and each sample goes the other way the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fork = Fork()
+        self.chosen: list[int] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, chosen = self.embed(ids), torch.tensor(self.chosen)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(self.fork(self.fork(x, chosen), 1 - chosen)))
+
+
+@pytest.mark.fault("ranks use other parameters of a unit that runs twice", "survived")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("copies", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_another_use_is_the_last_on_each_rank(copies: bool):
+    config: dict[str, Any] = {"wrap_policy": {"names": ["fork"]}}
+    if copies:
+        config |= {"data_parallel_replicate_degree": 2}
+    train_routed(Crossed, config, "adamw", CHANGING)
+    train_routed(Crossed, config, "sgd", CHANGING, microbatches=2)
+
+
 @pytest.mark.table
 @pytest.mark.fault("ranks run other branches of a model after the first step", "survived")
 @pytest.mark.parametrize("ranks", RANKS)

@@ -120,6 +120,12 @@ class OOMGuard(StepListener):
         """Takes the guard away; nothing the next time."""
         self.run.stop_listening(self)
 
+    def begin_forward(self) -> None:
+        """Collective: yes, in training, where ranks agree."""
+        # Other listeners compare then what the ranks do, and memory may have run out before it.
+        if torch.is_grad_enabled():
+            self._agree()
+
     def before_gather(self, unit: str, group: Any) -> None:
         """Collective: yes, where ranks agree."""
         reserve_gather(group)

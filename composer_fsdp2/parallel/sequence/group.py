@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ from composer_fsdp2.parallel.sequence.masks import (
     SequenceParts,
     SharedSequence,
 )
+from composer_fsdp2.plan.module_tree import attribute_of
 from composer_fsdp2.ranks import on_all_ranks, raise_on_all_ranks
 
 __all__ = ["SequenceGroup"]
@@ -142,6 +144,11 @@ class SequenceGroup(SameBatchGroup):
         if self._decoder is not None:
             enter = torch.compiler.disable(self._enter_decoder)
             self._decoder.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        for module in (self._decoder or self._outermost).modules():
+            if re.search("dynamic|longrope", str(attribute_of(module, "rope_type"))):
+                append = torch.compiler.disable(self._append_last_position)
+                module.register_forward_pre_hook(append, with_kwargs=True)
+                module.register_forward_hook(torch.compiler.disable(self._drop_last_position))
         connect_composer_model(model, self.own_labels, self.loss_of_mean)
 
     def attend(
@@ -163,6 +170,29 @@ class SequenceGroup(SameBatchGroup):
             return None
         frees = self._frees and torch.is_grad_enabled()
         return attend(self._current, self.method, call, query, key, value, frees=frees)
+
+    def _append_last_position(
+        self, _embedding: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Gives a rotary embedding whose frequencies depend on the last position that position.
+
+        Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_rope_utils.py#L45
+        """
+        if self._current is None or self._current.last_position is None:
+            return None
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        last = self._current.last_position.to(positions).expand(*positions.shape[:-1], 1)
+        positions = torch.cat([positions, last], -1)
+        if "position_ids" in kwargs:
+            return args, kwargs | {"position_ids": positions}
+        return (args[0], positions, *args[2:]), kwargs
+
+    def _drop_last_position(self, _embedding: nn.Module, _args: Any, output: Any) -> Any:
+        if self._current is None or self._current.last_position is None:
+            return output
+        if isinstance(output, torch.Tensor):
+            return output[..., :-1, :]
+        return tuple(tensor[..., :-1, :] for tensor in output)
 
     def recalling(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that gives a block that runs again in backward the sequence of now."""
@@ -238,7 +268,7 @@ class SequenceGroup(SameBatchGroup):
         # Always given: a model would count from the first of each rank's positions.
         by_row = self._local_part(positions.flatten(0, -2), parts, 0)
         cut["position_ids"] = by_row.unflatten(0, positions.shape[:-1])
-        self._current = self._shared(batch, cut.pop("attention_mask", None), parts)
+        self._current = self._shared(batch, cut.pop("attention_mask", None), parts, positions)
         if self._decoder is not None:
             return cut | self._own_features(batch, parts)
         self._labels = batch.get("labels")
@@ -285,7 +315,9 @@ class SequenceGroup(SameBatchGroup):
                     f"{count} tokens, or take a model with rotary embeddings."
                 )
 
-    def _shared(self, batch: Mapping[str, Any], mask: Any, parts: SequenceParts) -> SharedSequence:
+    def _shared(
+        self, batch: Mapping[str, Any], mask: Any, parts: SequenceParts, positions: torch.Tensor
+    ) -> SharedSequence:
         is_tensor = isinstance(mask, torch.Tensor)
         if isinstance(mask, Mapping) or (self._decoder is not None and is_tensor and mask.ndim > 2):
             raise PlanError(
@@ -305,17 +337,46 @@ class SequenceGroup(SameBatchGroup):
                 "query that sees no key. The first label of a sequence depends on it. Pad on the "
                 "right, or write attn_implementation: sdpa."
             )
+        skips = rules.skips_padding == "always" or (
+            rules.skips_padding == "without positions" and batch.get("position_ids") is None
+        )
+        if is_real is not None and skips:
+            if bool((is_real[:, 1:] > is_real[:, :-1]).any()):
+                raise PlanError(
+                    "Tokens come after padding (attention_mask), and this model counts positions "
+                    "by the mask, without padding. Each rank would count padding as well. Pad on "
+                    "the right, or take sequence_parallel out."
+                )
+            positions = positions * is_real[:, : parts.length]
+        has_padding = is_real is not None
+        if is_real is not None and self._is_unread(is_real, batch.get("labels")):
+            is_real = None
+        # Of time, height and width; newer transformers puts those of text in front.
+        positions = positions[-3:] if positions.ndim == 3 else positions
         sees_later = begins_later and rules.unseeing in ("average", "all")
         return SharedSequence(
             parts=parts,
             rank=self.rank,
             group=self.group,
             rules=rules,
-            documents=self._documents(batch, mask is not None, is_real is not None, parts),
+            documents=self._documents(batch, mask is not None, has_padding, parts),
             is_real=is_real,
             mask=own_mask,
             sees_later=own_mask is not None or sees_later,
+            last_position=positions.max(),
         )
+
+    def _is_unread(self, is_real: torch.Tensor, labels: Any) -> bool:
+        """Says whether padding is after all tokens, which do not see it, and outside of the loss.
+
+        Masks of padded rows take up to half of positions x positions, and kernels are slower with
+        them.
+        """
+        if not self._outermost.training or not isinstance(labels, torch.Tensor):
+            return False
+        begins_again = (is_real[:, 1:] > is_real[:, :-1]).any()
+        counts = (labels != _IGNORED) & ~is_real[:, : labels.shape[1]]
+        return not bool(begins_again | counts.any())
 
     def _documents(
         self, batch: Mapping[str, Any], has_mask: bool, has_padding: bool, parts: SequenceParts

@@ -41,6 +41,8 @@ _MAKES_MASKS = "_update_causal_mask"
 """method of a model that makes its masks, where transformers has no module for them"""
 _FINDS_DOCUMENTS = "find_packed_sequence_indices"
 """function of newer transformers, which looks for positions that begin again"""
+_MAKES_WINDOW = "create_sliding_window_causal_mask"
+"""function of newer transformers, which makes masks with a window"""
 
 
 class AttentionKind(ABC):
@@ -113,6 +115,13 @@ def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
+def _keywords_in_forward(module: nn.Module) -> list[tuple[Any, ...]]:
+    """Returns the keywords of each call, and the keys of each dictionary, in a forward."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    consts = () if code is None else code.co_consts
+    return [const for const in consts if isinstance(const, tuple)]
+
+
 def calls_loss_function(model: nn.Module) -> bool:
     """Says whether a model computes its loss by its attribute `loss_function`."""
     return "loss_function" in _names_in_forward(model)
@@ -171,10 +180,16 @@ class _HuggingFace(AttentionKind):
         self, model: nn.Module, modules: Mapping[str, Any], attention: str, device: torch.device
     ) -> MaskRules:
         implementation = getattr(modules[attention].config, _IMPLEMENTATION)
+        skips: Any = "without positions" if _embeds_mask(modules) else "never"
         if implementation == "flash_attention_2":
             # Takes padding out of the batch, and rows apart by `position_ids` where there is none:
             # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_flash_attention_utils.py#L377
-            return MaskRules(unseeing="zero", takes_masks=False, documents="without padding")
+            return MaskRules(
+                unseeing="zero",
+                takes_masks=False,
+                documents="without padding",
+                skips_padding=skips,
+            )
         for name, module in modules.items():
             make: Any = getattr(type(module), _MAKES_MASKS, None)
             # It depends on the device, the implementation and the model's own window:
@@ -184,10 +199,12 @@ class _HuggingFace(AttentionKind):
         is_eager = implementation == "eager"
         if importlib.util.find_spec("transformers.masking_utils") is not None:
             masks: Any = importlib.import_module("transformers.masking_utils")
+            finds = hasattr(masks, _FINDS_DOCUMENTS) and _masks_get_positions(modules, attention)
             return MaskRules(
                 unseeing="average" if is_eager else "zero",
                 adds_masks=is_eager,
-                documents="without mask" if hasattr(masks, _FINDS_DOCUMENTS) else "never",
+                documents="without mask" if finds else "never",
+                skips_padding=skips,
             )
         if is_eager:  # has an order of its own beside the mask
             return MaskRules(unseeing="unknown", takes_masks=False)
@@ -203,15 +220,55 @@ class _HuggingFace(AttentionKind):
         capped = implementation != "sdpa" and getattr(module.config, "attn_logit_softcapping", None)
         is_fused = implementation != "eager" and not capped
         original = functions[implementation] if is_fused else namespace["eager_attention_forward"]
-        setattr(
-            module, ATTEND, functools.partial(_attend_as_transformers, attend, original, is_fused)
-        )
+        window = _window_in_mask(module)
+        call = functools.partial(_attend_as_transformers, attend, original, is_fused, window)
+        setattr(module, ATTEND, call)
         # Each forward of an attention looks its function up by its configuration:
         # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/llama/modeling_llama.py#L265
         # The model's own configuration stays: its masks and its checkpoints depend on it.
         module.config = copy.copy(module.config)
         setattr(module.config, _IMPLEMENTATION, _NAME)
         module.config.use_cache = False
+
+
+def _masks_get_positions(modules: Mapping[str, Any], attention: str) -> bool:
+    """Says whether a model gives positions to the function that makes its masks.
+
+    Source: https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/gpt_oss/modeling_gpt_oss.py
+    """
+    around = (m for n, m in modules.items() if attention.startswith(f"{n}." if n else ""))
+    keywords = [names for m in around for names in _keywords_in_forward(m)]
+    calls = [names for names in keywords if {"config", "attention_mask"} <= {*names}]
+    # A model that makes its masks in a method does not show it, and most models do.
+    return not calls or any("position_ids" in names for names in calls)
+
+
+def _embeds_mask(modules: Mapping[str, Any]) -> bool:
+    """Says whether an embedding counts positions by the mask, as that of OPT."""
+    return any(
+        isinstance(module, nn.Embedding)
+        and "attention_mask" in inspect.signature(type(module).forward).parameters
+        for module in modules.values()
+    )
+
+
+def _window_in_mask(module: Any) -> int | None:
+    """Returns the window of the model's masks where the attention does not get it as an argument.
+
+    Source: https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/qwen2_moe/modeling_qwen2_moe.py
+    """
+    config = _config_of(module)
+    namespace = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
+    names = {*_names_in_forward(module)}.union(*_keywords_in_forward(module))
+    is_masked = (
+        getattr(config, _IMPLEMENTATION) != "flash_attention_2" and _MAKES_WINDOW in namespace
+    )
+    if not is_masked or "sliding_window" in names:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None
 
 
 _ROTATES = "apply_multimodal_rotary_pos_emb"
@@ -285,6 +342,7 @@ def _attend_as_transformers(
     attend: Attend,
     original: Callable[..., Any],
     is_fused: bool,
+    window: int | None,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -296,7 +354,7 @@ def _attend_as_transformers(
     compute = functools.partial(fused_attention, dropout=dropout, scale=scale)
     if not is_fused:
         compute = functools.partial(_eager, original, module, kwargs)
-    window = kwargs.get("sliding_window")
+    window = kwargs.get("sliding_window", window)
     call = AttentionCall(compute=compute, window=window, needs_mask=not is_fused)
     out = attend(module, call, query, key, value)
     if out is None:
@@ -363,7 +421,7 @@ class _MPT(AttentionKind):
     ) -> MaskRules:
         config: Any = attribute_of(model, "config")
         reads = config.attn_config["attn_uses_sequence_id"]
-        return MaskRules(takes_masks=False, takes_sequence_id=reads)
+        return MaskRules(takes_masks=False, takes_sequence_id=reads, skips_padding="always")
 
     def why_not_model(self, model: Any) -> str | None:
         """Returns why positions of an MPT cannot be divided, `None` where they can."""

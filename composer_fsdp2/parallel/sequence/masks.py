@@ -106,6 +106,9 @@ class MaskRules:
     no mask, or one without padding"""
     takes_sequence_id: bool = True
     """whether documents that the batch numbers by itself are kept apart"""
+    skips_padding: Literal["never", "without positions", "always"] = "never"
+    """when positions count the tokens of the mask alone: where the batch gives no positions, or
+    also by a correction of those that it gives"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,8 @@ class SharedSequence:
     """(batch or 1, 1, positions, positions): the user's own, added or true where seen"""
     sees_later: bool = False
     """whether some query sees keys after it"""
+    last_position: torch.Tensor | None = None
+    """largest of the positions that the model has in one process"""
     masks: dict[Any, Any] = field(default_factory=dict[Any, Any])
     """masks that layers of this forward have in common"""
 

@@ -235,6 +235,11 @@ def _unknown_attention(
     known_classes = {type(modules[name]) for name in attention}
     for name, module in modules.items():
         kind_name = type(module).__name__
+        if attribute_of(module, "gradient_checkpointing") is True:
+            yield (
+                f"transformers runs '{name}' again in backward (gradient_checkpointing), where its "
+                "sequence is not known (write activation_checkpointing: true instead)"
+            )
         if type(module) not in known_classes and _PROJECTIONS & set(module._modules):
             yield f"'{name}' ({kind_name}) is an attention of another kind"
         named = _MIXING_NAMES.search(kind_name) or _STATE_SPACE.search(kind_name)

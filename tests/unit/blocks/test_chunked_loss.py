@@ -207,6 +207,45 @@ def test_metrics_of_training_read_what_the_loss_computed(in_one_piece):
     torch.testing.assert_close(again, total)
 
 
+@pytest.mark.parametrize("differs", ["temperature", "ignored target", "nothing"])
+def test_another_loss_of_the_same_rows_is_computed_anew(differs: str):
+    """Of the same targets: a metric beside a loss that scales its logits, or leaves others out."""
+    torch.manual_seed(0)
+    model = Model()
+    expected = model.logits(some_tokens()).view(-1, VOCABULARY)
+    logits = chunked(model).logits(some_tokens()).view(-1, VOCABULARY)
+    targets = some_tokens().view(-1)
+    ignored = int(targets[0]) if differs == "ignored target" else -100
+    scaled = logits / (2 if differs == "temperature" else 1)
+    F.cross_entropy(scaled, targets, ignore_index=ignored)
+    computed: list[Tensor] = []
+    run = logits._call.run
+    logits._call.run = lambda part: computed.append(part) or run(part)
+    same = logits / 1  # another object with the same changes
+    with torch.no_grad():
+        metric = F.cross_entropy(same, targets)
+    torch.testing.assert_close(metric, F.cross_entropy(expected, targets))
+    assert len(computed) == (0 if differs == "nothing" else 4)
+
+
+def test_the_likeliest_classes_are_those_of_the_rows_of_the_loss():
+    """And not of other rows that begin where these do."""
+    logits = chunked(Model()).logits(some_tokens()).view(-1, VOCABULARY)
+    F.cross_entropy(logits[::2], some_tokens().view(-1)[::2])
+    with pytest.raises(PlanError, match="argmax was asked of the logits"):
+        logits[:9].argmax(-1)
+
+
+def test_a_change_in_place_of_a_view_is_an_error():
+    """It would change the logits in torch, or a part of them."""
+    logits = chunked(Model()).logits(some_tokens())
+    assert logits.float() is logits  # as in torch, so that a change in place is one of both
+    view = logits.view(-1, VOCABULARY)
+    for shared in (view, logits):
+        with pytest.raises(PlanError, match="mul_ was asked of the logits"):
+            shared.mul_(3.0)
+
+
 def test_another_loss_after_backward_is_an_error():
     logits = chunked(Model()).logits(some_tokens()).view(-1, VOCABULARY)
     targets = some_tokens().view(-1)

@@ -150,6 +150,57 @@ def test_values_of_a_setting_side_by_side(plan, assets: Path):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("settings", "option", "left_out"),
+    [
+        ({"optimizer_state": {"dtype": "bf16"}}, "--gpu-memory=0.1", "are both set"),
+        (
+            {"gradient_sync": "reduce_scatter_only", "data_parallel_replicate_degree": 2},
+            "--gpu=H100",
+            "hold one replica",
+        ),
+        (
+            {"sequence_parallel": 2, "compile": {"backend": "eager"}},
+            "--gpu=H100",
+            "are set beside 'sequence_parallel'",
+        ),
+    ],
+    ids=["optimizer_state", "gradient_sync", "sequence_parallel"],
+)
+def test_the_search_leaves_out_what_the_run_refuses(
+    plan, assets: Path, tmp_path: Path, settings, option, left_out
+):
+    """In 0.1 GiB the optimizer's state has to be in CPU memory, and stays in bf16."""
+    sizes = {"model.n_layers": 1, "model.d_model": 256, "model.vocab_size": 20000}
+    run = run_of(assets, {"parallelism_config": {"fsdp2": settings}}, sizes)
+    run |= {"loggers": {}, "global_train_batch_size": 2, "device_train_microbatch_size": 1}
+    code, shown, said = plan(run, "--gpus=2", "--search", "--write", option)
+    assert code == 0, said
+    assert shown.startswith("1. ")
+    assert left_out in shown
+    block = yaml.safe_load((tmp_path / "run.yaml").read_text())["parallelism_config"]["fsdp2"]
+    state = settings.get("optimizer_state")
+    assert block.get("optimizer_state") == (state and {**state, "device": "cpu"})
+    assert settings.keys() <= block.keys()
+
+
+def test_notes_say_where_the_plan_is_not_the_run(plan, assets: Path):
+    """Half of the tokens have half of the logits."""
+    run = run_of(assets, FSDP2, {"model.n_layers": 1, "precision": "amp_bf16"})
+    kept: list[int] = []
+    forecast: dict[str, Any] = {}
+    for length in (foundry.LENGTH, foundry.LENGTH // 2):
+        run["train_loader"]["dataset"]["max_seq_len"] = length
+        _, shown, _ = plan(run, "--ranks=2", "--json")
+        forecast = json.loads(shown)["forecast"]
+        kept.append(forecast["kept"]["logits"])
+    rows, precision = forecast["notes"]
+    assert "a row has the 12 tokens of train_loader.dataset.max_seq_len" in rows
+    assert "precision is amp_bf16, and these are the numbers of fp32 on CPUs: --gpus N" in precision
+    assert kept[0] > kept[1] > 0
+
+
+@pytest.mark.matrix
 def test_the_best_settings_are_written(plan, assets: Path, tmp_path: Path):
     run = run_of(assets, FSDP2)
     code, shown, said = plan(

@@ -42,6 +42,9 @@ def check(cfg: dict[str, Any]) -> dict[str, Any]:
     return cfg
 
 
+ADAMW = {"name": "decoupled_adamw", "lr": 1e-3}
+
+
 def test_known_names_pass(good: dict[str, Any]):
     assert check(good) == good
 
@@ -139,7 +142,44 @@ def test_an_argument_that_would_be_left_out_is_refused(
         check({**good, **changes})
 
 
-@pytest.mark.table("changes0", "changes4", "changes8", "changes11", "changes12")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"train_loader": {"name": "text", "dataset": {"local": "a", "num_workers": 4}}},
+            "dataset: 'num_workers' is an argument of the loader.*as train_loader.num_workers",
+        ),
+        (
+            {"eval_loaders": [{"name": "finetuning", "label": "a", "dataset": {"name": "b"}}]},
+            r"dataset: 'name' is an argument of the loader.*as eval_loader\[0\].name",
+        ),
+        (
+            {"optimizer": {**ADAMW, "param_groups": [{"param_str_match": "a", "weight_decy": 0}]}},
+            r"param_groups\[0\]: DecoupledAdamW has no argument 'weight_decy'.*'weight_decay'",
+        ),
+        (
+            {"optimizer": {**ADAMW, "param_groups": [{"param_str_match": "a", "lr": "1e-5"}]}},
+            r"optimizer.param_groups\[0\].lr.*'1e-5'",
+        ),
+        (
+            {"tokenizer": {"name": "a", "kwrags": {}}},
+            "tokenizer: 'kwrags' is neither .* Did you mean 'kwargs'",
+        ),
+        (
+            {"tokenizer": {"name": "a", "kwargs": {}, "model_max_length": 3}},
+            "tokenizer: 'model_max_length' is neither 'name' nor 'kwargs'.*under tokenizer.kwargs",
+        ),
+    ],
+    ids=["num_workers", "name", "group_key", "group_value", "kwrags", "model_max_length"],
+)
+def test_a_key_that_a_part_of_a_block_would_leave_out(
+    good: dict[str, Any], changes: dict[str, Any], said: str
+):
+    with pytest.raises(ConfigError, match=said):
+        check({**good, **changes})
+
+
+@pytest.mark.table("changes0", "changes2", "changes5", "changes9", "changes12", "changes13")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -152,6 +192,14 @@ def test_an_argument_that_would_be_left_out_is_refused(
             }
         },
         {"optimizer": {"name": "adalr_lion", "lr": 1, "outlier_threshold": 2.0}},
+        {
+            "optimizer": {
+                "name": "muon",
+                "param_groups": [
+                    {"param_str_match": "a", "algorithm": "muon", "blocks": None, "lr": 1e-3}
+                ],
+            }
+        },
         {"loggers": {"wandb": {"project": "a", "init_kwargs": {"anything": 1}}}},
         {"callbacks": {"hf_checkpointer": {"save_folder": "a", "save_interval": "1ba"}}},
         {"callbacks": {"run_timeout": {"timeout": 3}, "curriculum_learning": {"schedule": []}}},

@@ -400,6 +400,21 @@ def test_folders_that_are_more_than_a_model(config, two_ranks, tmp_path):
     assert in_slices(cfg) == parse_run_config(cfg)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "slices"),
+    [
+        ({"num_hidden_layers": 1}, False),
+        ({"tie_word_embeddings": True}, False),
+        ({"num_hidden_layers": 2, "layer_norm_eps": 1e-6, "output_router_logits": True}, True),
+    ],
+)
+def test_overrides_that_add_or_remove_weights(overrides, slices, two_ranks, tmp_path):
+    """`from_pretrained` takes those."""
+    folder = pretrained(tmp_path, '{"num_hidden_layers": 2, "tie_word_embeddings": false}')
+    parsed = in_slices(run_of(folder, config_overrides=overrides))
+    assert ("pretrained_weights" in parsed["fsdp_config"]) is slices
+
+
 def test_pickles_stay_with_llm_foundry(two_ranks, tmp_path):
     cfg = run_of(pretrained(tmp_path, weights="pytorch_model.bin"))
     assert in_slices(cfg) == parse_run_config(cfg)
