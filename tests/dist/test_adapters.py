@@ -377,6 +377,7 @@ def experts_with_two_adapters() -> nn.Module:
     return peft.get_peft_model(base, adapters)
 
 
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("make", [tuned_norms, experts_with_two_adapters])
 def test_adapters_that_stand_around_each_other_or_change_places(
