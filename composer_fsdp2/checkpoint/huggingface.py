@@ -236,16 +236,7 @@ def _adapter_names(
     targets = [each for each in _EMBEDDINGS if each in (config.get("target_modules") or ())]
     modules = tuple(f"{each}.base_layer." for each in targets)
     names_by_peft |= {name: name for name in names if any(module in name for module in modules)}
-    saved = {name.partition(_WHOLE)[0] for name in names if _WHOLE in name}
-    endings = map(str, config.get("modules_to_save") or ())  # as PEFT chooses modules
-    missing = {end for end in endings if not any(name.endswith(end) for name in saved)}
-    if missing - (_HEADS if saved else set()):
-        raise CheckpointError(
-            f"'{path}' holds adapters, and not what was trained beside them: "
-            f"{listed(sorted(missing))} of modules_to_save. Without them the adapters are not what "
-            "was trained, and Composer saves them only where should_save_peft_only is false. Train "
-            "with that, or load it with the Trainer and call save_pretrained of the model."
-        )
+    _check_saved_modules(config, names, path)
     if resized and not targets:
         if not embeddings:
             raise CheckpointError(
@@ -262,6 +253,24 @@ def _adapter_names(
             "to convert. Give a checkpoint of the run that trained them."
         )
     return names_by_peft
+
+
+def _check_saved_modules(config: Mapping[str, Any], names: list[str], path: Path) -> None:
+    """Refuses adapters without the modules that were trained beside them.
+
+    Raises:
+        CheckpointError: a module of `modules_to_save` has no weight in the checkpoint.
+    """
+    saved = {name.partition(_WHOLE)[0] for name in names if _WHOLE in name}
+    endings = map(str, config.get("modules_to_save") or ())  # as PEFT chooses modules
+    missing = {end for end in endings if not any(name.endswith(end) for name in saved)}
+    if missing - (_HEADS if saved else set()):
+        raise CheckpointError(
+            f"'{path}' holds adapters, and not what was trained beside them: "
+            f"{listed(sorted(missing))} of modules_to_save. Without them the adapters are not what "
+            "was trained, and Composer saves them only where should_save_peft_only is false. Train "
+            "with that, or load it with the Trainer and call save_pretrained of the model."
+        )
 
 
 def _for_peft(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,21 +53,8 @@ def forecast_run(
         parsed = parse_config(changes)
         requested = dataclasses.replace(requested, **{key: getattr(parsed, key) for key in changes})
     settings, notes = traced_settings(requested)
-    notes = [*parts.notes, *notes]
-    size = config.device_train_batch_size
-    if rows is None and config.device_train_microbatch_size == "auto":
-        notes.append("device_train_microbatch_size is auto: a microbatch of 1 is shown")
-    batch = batch_of(parts, rows)
-    if batch.length != config.max_seq_len:
-        notes.append(
-            f"a row has the {batch.length:,} tokens of train_loader.dataset.max_seq_len, and not "
-            f"the {config.max_seq_len:,} of max_seq_len"
-        )
-    if not cluster.on_gpus and config.precision != "fp32":
-        notes.append(
-            f"precision is {config.precision}, and these are the numbers of fp32 on CPUs: --gpus N "
-            "plans for N GPUs"
-        )
+    size, batch = config.device_train_batch_size, batch_of(parts, rows)
+    notes = [*parts.notes, *notes, *_differences(config, cluster, batch, rows)]
     precision = config.precision if cluster.on_gpus else "fp32"
     on_host = ["parameters", "gradients", "optimizer"] if requested.cpu_offload else list[str]()
     if requested.optimizer_state.device == "cpu" and not on_host:
@@ -105,6 +92,22 @@ def forecast_run(
         on_host=on_host,
         notes=notes,
     )
+
+
+def _differences(config: Any, cluster: Cluster, batch: Batch, rows: int | None) -> Iterator[str]:
+    """Yields a note for each difference between the run and the step that is traced."""
+    if rows is None and config.device_train_microbatch_size == "auto":
+        yield "device_train_microbatch_size is auto: a microbatch of 1 is shown"
+    if batch.length != config.max_seq_len:
+        yield (
+            f"a row has the {batch.length:,} tokens of train_loader.dataset.max_seq_len, and not "
+            f"the {config.max_seq_len:,} of max_seq_len"
+        )
+    if not cluster.on_gpus and config.precision != "fp32":
+        yield (
+            f"precision is {config.precision}, and these are the numbers of fp32 on CPUs: --gpus N "
+            "plans for N GPUs"
+        )
 
 
 def batch_of(parts: Parts, rows: int | None = None) -> Batch:

@@ -592,6 +592,24 @@ def _has_latest(config: Any, run_name: str) -> bool:
 # --- The plan. ---
 
 
+def _fsdp2_block(rehearsal: Rehearsal, config: Any) -> dict[str, Any]:
+    """Returns the settings as LLM Foundry gives them to the Trainer."""
+    fsdp = copy.deepcopy(config.fsdp_config)
+    with contextlib.suppress(AssertionError):  # told where the model was built
+        process_init_device(copy.deepcopy(config.model), fsdp, None)
+    written, key = config.fsdp_config.get("mixed_precision"), "model.master_weights_dtype"
+    values = written if isinstance(written, Mapping) else {"": written}
+    lost = {k for k, v in values.items() if v is not None} - {"reduce_dtype", "buffer_dtype"}
+    if fsdp.get("mixed_precision") != written and lost:
+        rehearsal.add(
+            f"mixed_precision of parallelism_config.fsdp2 is {ascii_repr(written)}, and LLM "
+            f"Foundry replaces it for {key}: the run computes in the dtype of the weights.",
+            f"Take mixed_precision out, or {key}.",
+            "warning",
+        )
+    return fsdp
+
+
 def _plan(
     rehearsal: Rehearsal,
     config: Any,
@@ -606,20 +624,7 @@ def _plan(
         # Building a GPU's device chooses the GPU, which may not be here.
         device = get_device("gpu") if has_gpu else object.__new__(DeviceGPU)
     with rehearsal.step("parallelism_config.fsdp2"), environment(cluster.first_rank()):
-        fsdp = copy.deepcopy(config.fsdp_config)
-        with contextlib.suppress(AssertionError):  # told where the model was built
-            process_init_device(copy.deepcopy(config.model), fsdp, None)
-        written, key = config.fsdp_config.get("mixed_precision"), "model.master_weights_dtype"
-        values = written if isinstance(written, Mapping) else {"": written}
-        lost = {k for k, v in values.items() if v is not None} - {"reduce_dtype", "buffer_dtype"}
-        if fsdp.get("mixed_precision") != written and lost:
-            rehearsal.add(
-                f"mixed_precision of parallelism_config.fsdp2 is {ascii_repr(written)}, and LLM "
-                f"Foundry replaces it for {key}: the run computes in the dtype of the weights.",
-                f"Take mixed_precision out, or {key}.",
-                "warning",
-            )
-        settings = parse_config(without_foundry_keys(fsdp))
+        settings = parse_config(without_foundry_keys(_fsdp2_block(rehearsal, config)))
         if settings.fp8 and cluster.on_gpus and not has_gpu:
             # Asks no GPU what it can do.
             spec = settings.fp8 if isinstance(settings.fp8, Float8Spec) else Float8Spec()
