@@ -326,11 +326,12 @@ class SequenceGroup(SameBatchGroup):
                 "sequence_parallel out for this model."
             )
         rules, is_real, own_mask = self._rules, None, None
+        has_padding = begins_later = goes_on = False
         if isinstance(mask, torch.Tensor) and mask.ndim == 4:
             own_mask = _padded_mask(mask, parts, rules)
-        elif isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask != 0).all()):
-            is_real = _padded(mask != 0, parts, False)
-        begins_later = is_real is not None and not bool(is_real[:, 0].all())
+        elif isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            has_padding, begins_later, goes_on = _padding_of(mask != 0)
+            is_real = _padded(mask != 0, parts, False) if has_padding else None
         if begins_later and rules.unseeing == "unknown":
             raise PlanError(
                 "Sequences are padded on the left, and it is not known what this model makes of a "
@@ -341,15 +342,14 @@ class SequenceGroup(SameBatchGroup):
             rules.skips_padding == "without positions" and batch.get("position_ids") is None
         )
         if is_real is not None and skips:
-            if bool((is_real[:, 1:] > is_real[:, :-1]).any()):
+            if goes_on:
                 raise PlanError(
                     "Tokens come after padding (attention_mask), and this model counts positions "
                     "by the mask, without padding. Each rank would count padding as well. Pad on "
                     "the right, or take sequence_parallel out."
                 )
             positions = positions * is_real[:, : parts.length]
-        has_padding = is_real is not None
-        if is_real is not None and self._is_unread(is_real, batch.get("labels")):
+        if is_real is not None and not goes_on and self._is_unread(is_real, batch.get("labels")):
             is_real = None
         # Of time, height and width; newer transformers puts those of text in front.
         positions = positions[-3:] if positions.ndim == 3 else positions
@@ -367,16 +367,14 @@ class SequenceGroup(SameBatchGroup):
         )
 
     def _is_unread(self, is_real: torch.Tensor, labels: Any) -> bool:
-        """Says whether padding is after all tokens, which do not see it, and outside of the loss.
+        """Says whether padding after all tokens, which do not see it, is outside of the loss.
 
         Masks of padded rows take up to half of positions x positions, and kernels are slower with
         them.
         """
         if not self._outermost.training or not isinstance(labels, torch.Tensor):
             return False
-        begins_again = (is_real[:, 1:] > is_real[:, :-1]).any()
-        counts = (labels != _IGNORED) & ~is_real[:, : labels.shape[1]]
-        return not bool(begins_again | counts.any())
+        return not bool(((labels != _IGNORED) & ~is_real[:, : labels.shape[1]]).any())
 
     def _documents(
         self, batch: Mapping[str, Any], has_mask: bool, has_padding: bool, parts: SequenceParts
@@ -579,6 +577,15 @@ def _padded(tensor: torch.Tensor, parts: SequenceParts, filler: Any) -> torch.Te
         return tensor
     rest = tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), filler)
     return torch.cat([tensor, rest], 1)
+
+
+def _padding_of(is_real: torch.Tensor) -> list[bool]:
+    """Returns whether a mask has padding, in front of a row, and in front of some token.
+
+    Three answers with one wait for the device.
+    """
+    goes_on = (is_real[:, 1:] > is_real[:, :-1]).any()
+    return torch.stack([~is_real.all(), ~is_real[:, 0].all(), goes_on]).tolist()
 
 
 def _padded_mask(mask: torch.Tensor, parts: SequenceParts, rules: MaskRules) -> torch.Tensor:
