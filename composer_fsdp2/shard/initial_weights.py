@@ -6,6 +6,11 @@ with one seed and then broadcast. Full tensors because initialisers are written 
 rows, fan-in, rotary tables. The weights therefore do not depend on the number of ranks, and no rank
 ever holds more than one full unit beside its shards, and a bucket of 64 MiB in which small tensors
 are broadcast together. A layer that tensor parallelism divides is full for that while as well.
+
+Transformers calls `_init_weights` with every module, children first, and some models set a layer's
+weights from a module around it: GPT-2 scales its residual projections, T5 sets nearly all. So do we
+inside of a unit; across units it is refused. A `param_init_fn` is called as FSDP1 called it, with
+modules that have parameters or buffers of their own alone.
 """
 
 from __future__ import annotations
@@ -197,23 +202,54 @@ class InitialWeights:
         """Initialises modules; keeps an error for `agree_on_failure`."""
         missing: list[str] = []
         try:
-            for path, module in todo:
-                by_model = self._initialisers.get(id(module))
+            for _, module in todo:
+                by_model, _ = self._initialisers.get(id(module), (None, False))
                 unwritten = _unwritten(module, blank[id(module)])
                 for initialiser in (by_model, _reset_parameters, _rebuild):
                     if unwritten and initialiser is not None:
                         _fill_only(module, unwritten, initialiser)
                         unwritten = _unwritten(module, blank[id(module)])
+            self._initialise_from_around(todo, blank)
+            for path, module in todo:
+                unwritten = _unwritten(module, blank[id(module)])
                 missing += [child_name(path, name) for name in unwritten]
             if missing:
                 self._failure = PlanError(
                     f"Nothing initialises {listed(missing, 20)}. The model is on meta on every "
                     "rank, so training would start from uninitialised memory. Give the module a "
                     "`reset_parameters()` that sets them, handle it in the model's "
-                    "`param_init_fn`, or build the model on cpu on rank 0 (`init_device: mixed`)."
+                    "`param_init_fn`, keep the arguments of its constructor in attributes of the "
+                    "same names, or build the model on cpu on rank 0 (`init_device: mixed`)."
                 )
         except Exception as error:  # an initialiser is the user's code, and other ranks go on
             self._failure = error
+
+    def _initialise_from_around(
+        self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]
+    ) -> None:
+        """Calls Transformers' function with modules that have children, the innermost first."""
+        outer: list[tuple[str, nn.Module, Initialiser]] = []
+        for path, module in reversed(todo):
+            initialiser, takes_all = self._initialisers.get(id(module), (None, False))
+            if initialiser is not None and takes_all and next(module.children(), None) is not None:
+                outer.append((path, module, initialiser))
+        new = {id(tensor) for tensors in blank.values() for tensor in tensors.values()}
+        at = ""
+        try:
+            with _stand_ins([module for _, module, _ in outer], new, self._device):
+                for path, module, initialiser in outer:
+                    at = path
+                    with contextlib.suppress(NotImplementedError):
+                        initialiser(module)
+        except RuntimeError as error:
+            if _OVERLAP not in str(error):
+                raise
+            raise PlanError(
+                f"`_init_weights` sets weights below {at!r} that belong to a unit inside of it. "
+                "Weights are created one unit at a time, so they would keep other values than the "
+                "model gives them. Let one unit hold the module with its layers, or build the "
+                "model on cpu on rank 0 (`init_device: mixed`)."
+            ) from error
 
     def agree_on_failure(self) -> None:
         """Raises on every rank the first error of an initialiser on any rank, and of a source.
@@ -348,16 +384,65 @@ def _exchanged(value: Any, new: dict[int, Any]) -> Any:
     return value
 
 
-def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
-    """Finds who initialises each module: `param_init_fn` or `_init_weights`, maybe inherited."""
-    initialisers: list[Initialiser | None] = []
+def _initialisers(tree: ModuleTree) -> dict[int, tuple[Initialiser | None, bool]]:
+    """Finds who initialises each module: `param_init_fn` or `_init_weights`, maybe inherited.
+
+    Returns:
+        id of a module -> the function, and whether it takes modules without tensors of their own
+        too, as Transformers calls its `_init_weights`.
+    """
+    initialisers: list[tuple[Initialiser | None, bool]] = []
     for node in tree.paths:
-        inherited = initialisers[node.parent] if node.parent >= 0 else None
-        initialiser = getattr(node.module, "param_init_fn", None)
-        if initialiser is None and inherited is None:
-            initialiser = getattr(node.module, "_init_weights", None)
-        initialisers.append(initialiser if callable(initialiser) else inherited)
+        initialiser, takes_all = initialisers[node.parent] if node.parent >= 0 else (None, False)
+        of_model = getattr(node.module, "_init_weights", None)
+        is_pretrained = callable(of_model) and hasattr(node.module, "post_init")
+        of_user = getattr(node.module, "param_init_fn", None)
+        if callable(of_user):
+            # LLM Foundry's calls the `_init_weights` of its model of Transformers.
+            is_foundry = getattr(of_user, "__module__", "") == "llmfoundry.models.hf.hf_base"
+            initialiser, takes_all = of_user, is_foundry
+        elif callable(of_model) and (
+            initialiser is None
+            # A model inside of a model is initialised by its own.
+            or (is_pretrained and getattr(initialiser, "__name__", "") == "_init_weights")
+        ):
+            initialiser, takes_all = of_model, is_pretrained
+        initialisers.append((initialiser, takes_all))
     return {key: initialisers[index] for key, index in tree.first_path.items()}
+
+
+_OVERLAP = "refers to a single memory location"
+"""what torch says of a write into a tensor whose elements share memory"""
+
+
+@contextlib.contextmanager
+def _stand_ins(
+    outer: Iterable[nn.Module], new: Container[int], device: torch.device
+) -> Generator[None, None, None]:
+    """Puts stand-ins in place of parameters that have their values.
+
+    Writes to those of sharded parameters raise an error, and others are lost.
+
+    Args:
+        outer: the parameters below these modules.
+        new: ids of parameters that stay.
+        device: of sharded parameters.
+    """
+    below = {id(module): module for top in outer for module in top.modules()}
+    kept: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    for module in below.values():
+        for name, param in module._parameters.items():
+            if param is not None and not param.is_meta and id(param) not in new:
+                kept.append((module._parameters, name, param))
+    try:
+        for parameters, name, param in kept:
+            at = device if isinstance(param, DTensor) else "meta"
+            zeros = torch.zeros((1,) * param.ndim, dtype=param.dtype, device=at)
+            parameters[name] = nn.Parameter(zeros.expand(param.shape), requires_grad=False)
+        yield
+    finally:
+        for parameters, name, param in kept:
+            parameters[name] = param
 
 
 def _mark_of(dtype: torch.dtype) -> float | int:
@@ -402,22 +487,19 @@ def _reset_parameters(module: nn.Module) -> None:
 def _rebuild(module: nn.Module) -> None:
     """Copies tensors that the constructor sets: norm weights, rotary tables, masks.
 
-    Leaves modules alone that have children, and those whose constructor takes arguments that are
-    neither attributes of the same name nor the one size of a vector.
+    Leaves modules alone that have children, those whose constructor takes arguments that are
+    neither attributes of the same name nor the one size of a vector, and those whose tensors
+    depend on an argument that may have had another value than its default.
     """
     if next(module.children(), None) is not None:
         return
     arguments = _constructor_arguments(module)
-    if arguments is None:
+    if arguments is None or (fresh := _constructed(module, arguments)) is None:
         return
-    try:
-        # Goes before a default device around the caller: under meta the copy would have no values.
-        with torch.device("cpu"):
-            fresh = type(module)(**arguments)
-    except Exception:  # a guess that does not construct is no source; the caller names what is left
+    if _depends_on_unknown(module, arguments):
         return
     tensors = _own_tensors(module)
-    for name, value in _own_tensors(fresh).items():
+    for name, value in fresh.items():
         if (
             name in tensors
             and tensors[name].shape == value.shape
@@ -426,14 +508,56 @@ def _rebuild(module: nn.Module) -> None:
             tensors[name].copy_(value)
 
 
-def _constructor_arguments(module: nn.Module) -> dict[str, object] | None:
+def _constructed(module: nn.Module, arguments: dict[str, Any]) -> Tensors | None:
+    """Returns tensors of a new module of the same class; `None` if it cannot be made."""
+    try:
+        # Goes before a default device around the caller: under meta the copy would have no values.
+        with torch.device("cpu"):
+            return _own_tensors(type(module)(**arguments))
+    except Exception:  # a guess that does not construct is no source; the caller names what is left
+        return None
+
+
+def _depends_on_unknown(module: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Tells whether another value of an argument that is not known gives other tensors."""
+    others = {
+        parameter.name: _another(parameter.default)
+        for parameter in _constructor_parameters(module)
+        if parameter.name not in arguments
+    }
+    trials = [arguments | {name: other} for name, other in others.items() if other is not None]
+    made: list[Tensors] = []
+    with torch.random.fork_rng(devices=[]):
+        for trial in (arguments, *trials) if trials else ():
+            # Not `torch.manual_seed`, which would set the generators of GPUs too.
+            torch.default_generator.manual_seed(0)
+            made.append(_constructed(module, trial) or {})
+    return any(
+        other[name].shape == value.shape
+        and not torch.allclose(other[name], value, 0, 0, equal_nan=True)
+        for other in made[1:]
+        for name, value in made[0].items()
+        if name in other
+    )
+
+
+def _another(value: Any) -> bool | int | float | None:
+    """Returns another value of the same kind; `None` if there is none that is safe to try."""
+    if isinstance(value, bool):
+        return not value
+    return 2 * value + 1 if isinstance(value, int | float) else None
+
+
+def _constructor_parameters(module: nn.Module) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(type(module).__init__).parameters.values())[1:]
-    arguments: dict[str, object] = {}
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p for p in parameters if p.kind not in kinds and p.name != "device"]
+
+
+def _constructor_arguments(module: nn.Module) -> dict[str, Any] | None:
+    arguments: dict[str, Any] = {}
     sizes = {tuple(p.shape) for p in own_parameters(module)}
-    for parameter in parameters:
-        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if is_open or parameter.name == "device":
-            continue
+    for parameter in _constructor_parameters(module):
         value = vars(module).get(parameter.name)
         if value is not None:
             arguments[parameter.name] = value

@@ -11,10 +11,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from llmfoundry.models.hf import BaseHuggingFaceModel
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from composer_fsdp2 import PlanError, prepare_fully_shard, ranks
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives
@@ -277,6 +286,32 @@ def test_what_nothing_initialises_is_named():
     _in_step()
 
 
+class Scaled(nn.Module):
+    """Its parameter depends on an argument that has a default and is not kept."""
+
+    def __init__(self, width: int, start: float = 1.0, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((width,), start))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+@pytest.mark.world_size(2)
+def test_a_default_stands_for_no_value_that_nobody_keeps():
+    def make() -> nn.Module:
+        model = TinyLM()
+        model.extra = Scaled(WIDTH, start=0.1)
+        return model
+
+    with pytest.raises(PlanError, match=r"Nothing initialises 'extra\.gain'.* keep the arguments"):
+        sharded(build(make, "meta"))
+    model = build(make, "meta")
+    model.extra.start = 0.1  # `eps` is not kept, and no tensor depends on it
+    sharded(model)
+    assert (full(model.extra.gain) == 0.1).all()
+
+
 class WithMask(Uninitialised):
     """Its constructor sets the mask too, and its initialiser the parameter alone."""
 
@@ -298,6 +333,75 @@ def test_a_mask_that_nothing_initialises_is_named():
     with pytest.raises(PlanError, match=r"Nothing initialises 'extra\.mask'"):
         sharded(build(make, "meta"))
     _in_step()
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=8, n_head=2)
+    )
+
+
+def t5() -> nn.Module:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=32, num_layers=2, num_heads=8)
+    )
+
+
+def clip() -> nn.Module:
+    return CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=8,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=8,
+        )
+    )
+
+
+@pytest.mark.table("gpt2-own", "t5-own", "gpt2-foundry")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("make", "by"),
+    [(gpt2, "own"), (gpt2, "foundry"), (t5, "own"), (t5, "foundry"), (clip, "own")],
+)
+def test_layers_have_the_spread_that_modules_around_them_give(make: Make, by: str):
+    model = parameters_on_meta(make)
+    if by == "foundry":
+        BaseHuggingFaceModel.prepare_inner_model(model, "meta")
+    sharded(model)
+    expected = {name: param.std() for name, param in build(make, "cpu").named_parameters()}
+    for name, param in model.named_parameters():
+        if param.numel() > 1000:
+            torch.testing.assert_close(full(param).std(), expected[name], rtol=0.1, atol=0.0)
+        elif not expected[name]:
+            assert not full(param).std()
+
+
+@pytest.mark.world_size(2)
+def test_a_unit_inside_of_the_module_that_sets_its_weights_is_an_error():
+    model = parameters_on_meta(gpt2)
+    for block in model.transformer.h:
+        block.mlp.c_proj._fsdp_wrap = True
+    with pytest.raises(PlanError, match=r"sets weights below 'transformer\.h\.\d\.mlp'"):
+        sharded(model)
+    _in_step()
+
+
+@pytest.mark.world_size(2)
+def test_a_function_of_the_user_gets_modules_that_have_tensors_alone():
+    seen: list[nn.Module] = []
+
+    def initialise(module: nn.Module) -> None:
+        seen.append(module)
+        _fill_with_ones(module)
+
+    model = parameters_on_meta(gpt2)
+    model.param_init_fn = initialise
+    sharded(model)
+    assert all((full(param) == 1).all() for param in model.parameters())
+    assert all(list(module.parameters(recurse=False)) for module in seen)
 
 
 @pytest.mark.world_size(2)
