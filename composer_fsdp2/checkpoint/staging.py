@@ -259,11 +259,22 @@ def publish(
         shutil.rmtree(aside, ignore_errors=True)
 
 
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
+
+
 def sync(path: Path) -> None:
-    """Forces a file, or the names in a folder, to the disk."""
+    """Forces a file, or the names in a folder, to the disk.
+
+    Raises:
+        OSError: as the file system raises it; not where it cannot force a folder.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Network and FUSE mounts that know no such call for a folder give names by themselves.
+        if not (path.is_dir() and error.errno in _NOT_FOR_FOLDERS):
+            raise
     finally:
         os.close(handle)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
+import pytest
+
 from composer_fsdp2.checkpoint.contents import CHECKSUMS, write_checksums
-from composer_fsdp2.checkpoint.staging import locked, remove_leftovers
+from composer_fsdp2.checkpoint.staging import locked, remove_leftovers, staged
+from composer_fsdp2.errors import CheckpointError
 from tests.support.limits import scaled
 
 
@@ -40,3 +46,26 @@ def test_nodes_of_one_disk_write_the_same_checksums(tmp_path: Path):
         found.append((tmp_path / CHECKSUMS).read_text())
     assert found[0] == found[1]
     assert json.loads(found[0])["files"] == {"__0_0.distcp": 6}
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_system_that_cannot_force_folders_keeps_the_checkpoint(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    forced = os.fsync
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        forced(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    destination = tmp_path / "ep1.pt"
+    if number == errno.EIO:  # the disk says that the name may be lost
+        written = staged(destination, folder=False)
+        with pytest.raises(CheckpointError, match="Input/output"), written as new:
+            new.write_text("weights")
+        return
+    with staged(destination, folder=False) as new:
+        new.write_text("weights")
+    assert destination.read_text() == "weights"
