@@ -20,7 +20,7 @@ from torch import nn
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.torch_private.tensors import forward_pre_hooks
 
-__all__ = ["held_tensors"]
+__all__ = ["held_by", "held_tensors"]
 
 _DEPTH = 6
 """depth of references that are followed; an object and its `__dict__` count as two"""
@@ -65,6 +65,20 @@ def held_tensors(tree: ModuleTree) -> Iterator[tuple[torch.Tensor, str, str]]:
             if type(value) not in _EMPTIED or value:
                 for tensor in _tensors_in(value, opened):
                     yield tensor, path, name
+
+
+def held_by(holder: Any, model: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
+    """Walks the attributes of an object beside a model, not the modules of the model.
+
+    Collective: no.
+
+    Yields:
+        A tensor, and the attribute of the object that leads to it.
+    """
+    opened: dict[int, Any] = {id(module): module for module in model.modules()}
+    for name, value in getattr(holder, "__dict__", {}).items():
+        for tensor in _tensors_in(value, opened):
+            yield tensor, name
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,11 @@ from composer_fsdp2.trainer.checkpoint.save import (
 )
 from composer_fsdp2.trainer.checkpoint.save_folder import check_savers
 from composer_fsdp2.trainer.config import concerns_fsdp2, parse_parallelism_config
-from composer_fsdp2.trainer.extensions.table import check_extensions, items_of
+from composer_fsdp2.trainer.extensions.table import (
+    check_extensions,
+    check_held_parameters,
+    items_of,
+)
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [
@@ -162,6 +166,7 @@ def check_arguments(arguments: Mapping[str, Any], settings: FSDP2Config) -> None
     """
     items = items_of(arguments)
     check_extensions(items)
+    check_held_parameters(arguments.get("model"), items)
     for step in TRANSFORMATIONS:
         step.check_items(settings, items, arguments.get("device_train_microbatch_size"))
     compiled = "the model is compiled already" if is_compiled(arguments.get("model")) else None

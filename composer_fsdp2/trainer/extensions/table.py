@@ -13,9 +13,12 @@ from typing import Any
 from composer import algorithms, callbacks
 from composer.core import Event, State
 from composer.utils import ensure_tuple
+from torch import nn
+from torch.optim import Optimizer
 
 from composer_fsdp2.checkpoint.algorithms import descriptions, executes, is_plain_call
 from composer_fsdp2.errors import CheckpointError, ConfigError
+from composer_fsdp2.plan.held_tensors import held_by
 from composer_fsdp2.shard.units import is_sharded
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "Refusal",
     "apply_required_algorithms",
     "check_extensions",
+    "check_held_parameters",
     "items_of",
 ]
 
@@ -179,6 +183,30 @@ def check_extensions(items: Iterable[Any]) -> None:
                 argument = f" with {refusal.what.partition(',')[0]}" if refusal.what else ""
                 raise ConfigError(
                     f"{cls.__name__}{argument} cannot run under FSDP2. {refusal.message}"
+                )
+
+
+def check_held_parameters(model: Any, items: Iterable[Any]) -> None:
+    """Refuses callbacks and algorithms that hold parameters of the model.
+
+    Collective: no. Every rank is given the same.
+
+    Raises:
+        ConfigError: naming the first parameter and who holds it.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    names = {id(param): name for name, param in model.named_parameters()}
+    for item in items:
+        if isinstance(item, Optimizer):  # its groups get the sharded parameters
+            continue
+        for tensor, attribute in held_by(item, model):
+            if (name := names.get(id(tensor))) is not None:
+                raise ConfigError(
+                    f"'{attribute}' of {type(item).__name__} holds the parameter '{name}'. FSDP2 "
+                    "puts the shards of parameters into the model alone, so what is held there "
+                    "would keep the first values and never train. Hold the module, and read its "
+                    "parameter when an event calls."
                 )
 
 
