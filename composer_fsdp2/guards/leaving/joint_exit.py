@@ -212,6 +212,9 @@ class JointExit:
             if text is None:
                 raise
             traceback.clear_frames(error.__traceback__)  # which hold what was allocated
+            if error.__traceback__ is not None:
+                # Since Python 3.12 this frame leads back to the error, and both would stay.
+                error.__traceback__ = error.__traceback__.tb_next
             if let_go is not None:
                 let_go()
         raise self._end(text)
