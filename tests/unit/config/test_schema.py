@@ -847,3 +847,8 @@ def test_no_form_of_state_goes_with_everything():
 def test_a_budget_goes_with_compile():
     parsed = parse_config({"activation_checkpointing": {"memory_budget": 0.5}, "compile": True})
     assert parsed.activation_checkpointing == ActivationSpec(memory_budget=0.5)
+
+
+def test_units_are_gathered_ahead_where_a_setting_says_so():
+    settings = {}, {"forward_prefetch": 2}, {"forward_prefetch": 1, "backward_prefetch": 3}
+    assert [parse_config(each).units_ahead for each in settings] == [0, 2, 3]

@@ -97,6 +97,8 @@ def test_tensor_parallelism_is_a_setting_of_fsdp2(cfg):
     # For `init_device: mixed` LLM Foundry would make it true.
     full = {"parallelism_config": {"fsdp2": {"state_dict_type": "full", "tensor_parallel": 2}}}
     assert parse_run_config(full)["fsdp_config"]["load_monolith_rank0_only"] is False
+    full = {"parallelism_config": {"fsdp2": {"state_dict_type": "full", "tensor_parallel": 1}}}
+    assert "load_monolith_rank0_only" not in parse_run_config(full)["fsdp_config"]
 
 
 @pytest.mark.parametrize(
