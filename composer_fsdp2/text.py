@@ -7,6 +7,7 @@ from typing import TypeVar
 
 __all__ = [
     "child_name",
+    "divisors",
     "listed",
     "plain_name",
     "quoted",
@@ -35,6 +36,12 @@ def quoted(path: str, root: str = "the model") -> str:
 def child_name(path: str, name: str) -> str:
     """Returns the full name of a child; the path of the root is empty."""
     return f"{path}.{name}" if path else name
+
+
+def divisors(*numbers: int, step: int = 1) -> str:
+    """Returns the multiples of `step` that divide all numbers: `1, 2, 4`."""
+    candidates = range(step, min(numbers) + 1, step)
+    return ", ".join(str(n) for n in candidates if not any(number % n for number in numbers))
 
 
 def plain_name(name: str) -> str:

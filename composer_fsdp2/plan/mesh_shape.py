@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.text import divisors
 
 __all__ = [
     "REPLICATE_AXIS",
@@ -75,7 +76,7 @@ class MeshShape:
             raise ConfigError(
                 f"expert_parallel.degree is {experts}, which does not divide the {shard * tensor} "
                 "ranks that share a replica of the model. They hold the experts between them, and "
-                f"no rank may be left over. Use one of {_divisors(shard * tensor, step=tensor)}."
+                f"no rank may be left over. Use one of {divisors(shard * tensor, step=tensor)}."
             )
         return cls(shard=shard, replicate=replicate, tensor=tensor)
 
@@ -101,13 +102,9 @@ class MeshShape:
             raise ConfigError(
                 f"reshard_after_forward of {where} is {reshard}, which does not divide the shard "
                 f"degree {self.shard}. The groups that hold the parameters between forward and "
-                f"backward must be of equal size. Use one of {_divisors(self.shard)}, true or "
+                f"backward must be of equal size. Use one of {divisors(self.shard)}, true or "
                 "false."
             )
-
-
-def _divisors(number: int, step: int = 1) -> str:
-    return ", ".join(str(n) for n in range(step, number + 1, step) if number % n == 0)
 
 
 def _indivisible(key: str, degree: int, ranks: int, world: str) -> ConfigError:
@@ -115,5 +112,5 @@ def _indivisible(key: str, degree: int, ranks: int, world: str) -> ConfigError:
     return ConfigError(
         f"{key}.degree is {degree}, which does not divide {world}. Each {divided} is divided "
         "between that many ranks, and no rank may be left over. Use one of "
-        f"{_divisors(ranks)}."
+        f"{divisors(ranks)}."
     )

@@ -15,6 +15,7 @@ from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+from composer_fsdp2.text import divisors
 
 __all__ = ["REASON", "ExpertList", "ExpertPlan", "plan_experts", "with_expert_units"]
 
@@ -73,7 +74,7 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
         raise ConfigError(
             f"expert_parallel.degree is {spec.degree}, and tensor_parallel.degree is {step}. The "
             f"{step} ranks that divide a layer have the same tokens and send a part of them each, "
-            f"so they belong to one group of experts. Use one of {_divisors(ranks, step=step)}."
+            f"so they belong to one group of experts. Use one of {divisors(ranks, step=step)}."
         )
     modules = dict(tree.modules())
     names = _chosen(tree, spec, modules)
@@ -92,7 +93,7 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
             raise ConfigError(
                 f"expert_parallel.degree is {spec.degree}, which does not divide the {count} "
                 f"experts of '{name}'. Every rank holds as many as the others. Use one of "
-                f"{_divisors(ranks, count, step=step)}."
+                f"{divisors(ranks, count, step=step) or 'none, and leave expert_parallel out'}."
             )
         # Ranks tell each other of each trained weight, and a unit without any reduces nothing.
         experts = list(modules[name].children()) if isinstance(modules[name], _LISTS) else []
@@ -110,12 +111,6 @@ def plan_experts(facts: ModelFacts, spec: ExpertSpec) -> ExpertPlan:
             )
         lists.append(ExpertList(name=name, count=count, elements=elements))
     return ExpertPlan(degree=spec.degree, lists=tuple(lists))
-
-
-def _divisors(*numbers: int, step: int) -> str:
-    ranks = range(step, min(numbers) + 1, step)
-    divisors = [str(n) for n in ranks if not any(number % n for number in numbers)]
-    return ", ".join(divisors) or "none, and leave expert_parallel out"
 
 
 def _chosen(tree: ModuleTree, spec: ExpertSpec, modules: dict[str, nn.Module]) -> list[str]:

@@ -29,6 +29,7 @@ from composer_fsdp2.parallel.sequence.kinds import (
 )
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 from composer_fsdp2.plan.rules import output_heads
+from composer_fsdp2.text import divisors
 
 __all__ = ["SequencePlan", "connect_attention", "plan_sequences"]
 
@@ -297,10 +298,9 @@ def _method(
                 f"('{of_heads[0]}'). Ulysses gives each rank some of the heads, and every weight. "
                 "Write method: gather_kv."
             )
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(
             f"sequence_parallel.degree is {spec.degree}, and '{name}' has {heads} heads, "
             f"which {spec.degree} ranks cannot share. Ulysses gives each rank whole heads. "
-            f"Write one of {divisors}, or method: gather_kv."
+            f"Write one of {divisors(heads)}, or method: gather_kv."
         )
     return spec.method if spec.method == "ulysses" or len(methods) > 1 else methods.pop()

@@ -30,7 +30,7 @@ from composer_fsdp2.parallel.tensor.known import (
 )
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, tied_groups
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
-from composer_fsdp2.text import child_name
+from composer_fsdp2.text import child_name, divisors
 
 __all__ = ["LayerPlan", "plan_layers"]
 
@@ -320,11 +320,10 @@ def _check_blocks(search: _Search) -> None:
             )
         for kind, count in block.heads.items():
             if count % degree:
-                divisors = [n for n in range(1, count + 1) if count % n == 0]
                 raise PlanError(
                     f"'{name}' has {count} {kind}, which {degree} ranks cannot share: "
                     f"tensor_parallel.degree must divide them. Use one of "
-                    f"{', '.join(map(str, divisors))}, or keep it whole with "
+                    f"{divisors(count)}, or keep it whole with "
                     f"tensor_parallel.layer_plan: {{'{name}.*': whole}}."
                 )
     # In some models, layers use keys and values of an earlier one, with its heads.
