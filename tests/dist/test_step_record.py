@@ -127,7 +127,9 @@ def test_time_tokens_and_the_peak_memory_of_each_rank(tmp_path: Path):
     peaks = json.loads((tmp_path / "memory.json").read_text())
     mine = peaks[dist.get_rank()]
     assert len(peaks) == 2
-    assert before <= mine <= after
+    # Linux adds up the pages of each CPU in batches, and reads may miss some of them.
+    batches = 2**20
+    assert before - batches <= mine <= after + batches
 
 
 def resident_set() -> int:
