@@ -8,9 +8,10 @@ ever holds more than one full unit beside its shards, and a bucket of 64 MiB in 
 are broadcast together. A layer that tensor parallelism divides is full for that while as well.
 
 Transformers calls `_init_weights` with every module, children first, and some models set a layer's
-weights from a module around it: GPT-2 scales its residual projections, T5 sets nearly all. So do we
-inside of a unit; across units it is refused. A `param_init_fn` is called as FSDP1 called it, with
-modules that have parameters or buffers of their own alone.
+weights from a module around it: GPT-2 scales its residual projections, T5 sets nearly all weights.
+Modules of one unit are initialised in this way; a module that sets weights of a unit inside of it
+is refused. A `param_init_fn` is called as FSDP1 called it: only with modules that have parameters
+or buffers of their own.
 """
 
 from __future__ import annotations
@@ -419,14 +420,15 @@ _OVERLAP = "refers to a single memory location"
 def _stand_ins(
     outer: Iterable[nn.Module], new: Container[int], device: torch.device
 ) -> Generator[None, None, None]:
-    """Puts stand-ins in place of parameters that have their values.
+    """Keeps initialisers from parameters that have their values, with stand-ins in their place.
 
-    Writes to those of sharded parameters raise an error, and others are lost.
+    A random write to the stand-in of a sharded parameter raises torch's error about shared memory.
+    Writes to the other stand-ins are lost.
 
     Args:
-        outer: the parameters below these modules.
-        new: ids of parameters that stay.
-        device: of sharded parameters.
+        outer: modules; all parameters below them are exchanged.
+        new: ids of parameters that initialisers may write, which stay.
+        device: the device of stand-ins for sharded parameters; the others are on meta.
     """
     below = {id(module): module for top in outer for module in top.modules()}
     kept: list[tuple[dict[str, Any], str, nn.Parameter]] = []
@@ -519,7 +521,7 @@ def _constructed(module: nn.Module, arguments: dict[str, Any]) -> Tensors | None
 
 
 def _depends_on_unknown(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Tells whether another value of an argument that is not known gives other tensors."""
+    """Tells whether tensors depend on an argument that the module does not keep."""
     others = {
         parameter.name: _another(parameter.default)
         for parameter in _constructor_parameters(module)

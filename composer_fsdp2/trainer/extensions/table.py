@@ -204,9 +204,9 @@ def check_held_parameters(model: Any, items: Iterable[Any]) -> None:
             if (name := names.get(id(tensor))) is not None:
                 raise ConfigError(
                     f"'{attribute}' of {type(item).__name__} holds the parameter '{name}'. FSDP2 "
-                    "puts the shards of parameters into the model alone, so what is held there "
-                    "would keep the first values and never train. Hold the module, and read its "
-                    "parameter when an event calls."
+                    "puts shards into the model alone, so this tensor would keep its first values "
+                    "and never train. Hold the module, and read its parameter in the method of "
+                    "the event."
                 )
 
 
