@@ -399,3 +399,15 @@ def test_a_matrix_of_an_expert_that_is_missing_is_named(tmp_path: Path):
     assert "it lacks 'layer.mlp.experts.gate_up_proj'" in error_of(
         PretrainedWeights, str(tmp_path), tree
     )
+
+
+def test_a_matrix_of_an_expert_that_has_another_shape_is_named(tmp_path: Path):
+    lists("Qwen3-MoE", tmp_path)
+    file = tmp_path / "model.safetensors"
+    saved = load_file(file)
+    saved["layer.mlp.experts.1.up_proj.weight"] = torch.zeros(INSIDE, WIDTH + 1)
+    save_file(saved, file, metadata={"format": "pt"})
+    tree = ModuleTree.read(model_with(Merged()))
+    assert "it lacks 'layer.mlp.experts.gate_up_proj'" in error_of(
+        PretrainedWeights, str(tmp_path), tree
+    )

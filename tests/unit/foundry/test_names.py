@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from composer_fsdp2 import ConfigError
@@ -303,6 +304,15 @@ def test_every_run_of_the_repository_passes():
     assert runs
     # Files of code_paths register the others.
     assert [one for one in found if "in no registry" not in one] == []
+
+
+def test_a_word_for_a_number_that_may_be_a_tensor_or_nothing():
+    from composer_fsdp2.foundry.names import wrong_kinds
+
+    def step(eps: float | torch.Tensor | None) -> None: ...
+
+    (said,) = wrong_kinds("optimizer.", step, {"eps": "small"})
+    assert said.startswith("optimizer.eps: 'small' is invalid. Expected a number")
 
 
 def test_all_are_named_at_once(good: dict[str, Any]):

@@ -56,6 +56,17 @@ def test_a_rank_gathers_the_parts_that_it_holds():
     assert (sizes.held, sizes.gathered, sizes.largest) == (4 * 8 * 8 // 4 + 32 // 2, 8 * 8, "0")
 
 
+def test_a_parameter_of_no_unit_is_never_gathered():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+    root = ShardUnit(
+        module="", params=("1.weight",), numel=32, reshard_after_forward=True, reason=""
+    )
+    plan = LayerPlan(degree=2, cuts={}, padding={}, counts={})
+    shape = MeshShape(shard=2, tensor=2)
+    sizes = TensorParallel().sizes(ModuleTree.read(model), plan, WrapPlan((root,)), shape)
+    assert (sizes.gathered, sizes.largest) == (32, "<root>")
+
+
 def test_an_algorithm_of_the_user_may_have_the_name_of_one_that_draws():
     class MixUp:
         pass
