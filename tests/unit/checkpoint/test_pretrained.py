@@ -401,7 +401,7 @@ def test_a_matrix_of_an_expert_that_is_missing_is_named(tmp_path: Path):
     )
 
 
-def test_a_matrix_of_an_expert_that_has_another_shape_is_named(tmp_path: Path):
+def test_experts_with_matrices_of_unequal_shapes_are_not_merged(tmp_path: Path):
     lists("Qwen3-MoE", tmp_path)
     file = tmp_path / "model.safetensors"
     saved = load_file(file)
