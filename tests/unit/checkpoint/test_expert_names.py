@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import State
+from composer.devices import DeviceCPU
+from composer.models import ComposerModel
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from composer_fsdp2.checkpoint.convert import convert_to_sharded
 from composer_fsdp2.checkpoint.expert_names import ExpertNames, RenamedFolder
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint, flatten
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.trainer.checkpoint.load import check_checkpoint
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 5
 STACKS = {"mlp.gate.weight": (EXPERTS, COLUMNS)} | {
@@ -127,3 +132,38 @@ def test_state_that_only_some_experts_have_is_refused(change: str, tmp_path: Pat
         folder.check_values_of_all(reader, wanted)
     del wanted["state"]["optimizers"]
     folder.check_values_of_all(reader, wanted)
+
+
+class WithExperts(ComposerModel):
+    """Has parameters of the given names and shapes."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in weights.items():
+            *path, attribute = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(attribute, nn.Parameter(value))
+
+    def forward(self, batch: Any) -> torch.Tensor: ...
+
+    def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("to_stacks", [True, False])
+def test_the_check_before_a_run_finds_experts_of_the_other_form(
+    kind: str, to_stacks: bool, tmp_path: Path
+):
+    before, after = (stacks(), matrices(stacks()))[:: -1 if to_stacks else 1]
+    saved_as(tmp_path, run_state(before), kind)
+    path = tmp_path / ("file.pt" if kind == "full" else "sharded")
+    model = WithExperts(after)
+    state = State(model=model, rank_zero_seed=0, run_name="run", device=DeviceCPU())
+    check_checkpoint(path, state, True, True, None)
+    model.register_parameter("more", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(CheckpointError, match="more"):
+        check_checkpoint(path, state, True, True, None)
