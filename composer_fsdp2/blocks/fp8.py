@@ -208,24 +208,24 @@ def without_float8(model: nn.Module) -> Generator[None]:
 
     Scales are those of a whole input, so that parts of it are rounded otherwise.
     """
+
+    def multiply(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
+        # One that was gathered in fp8 is a tensor of torchao's.
+        uncast = getattr(layer.weight, "to_original_precision", None)
+        weight = layer.weight if uncast is None else uncast()
+        return nn.functional.linear(inputs, weight, layer.bias)
+
     layers = [module for module in model.modules() if hasattr(module, "linear_mm_config")]
     before = [vars(layer).get("forward") for layer in layers]
     try:
         for layer in layers:
-            vars(layer)["forward"] = functools.partial(_multiply, layer)
+            vars(layer)["forward"] = functools.partial(multiply, layer)
         yield
     finally:
         for layer, forward in zip(layers, before, strict=True):
             del vars(layer)["forward"]
             if forward is not None:
                 vars(layer)["forward"] = forward
-
-
-def _multiply(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    # One that was gathered in fp8 is a tensor of torchao's.
-    uncast = getattr(layer.weight, "to_original_precision", None)
-    weight = layer.weight if uncast is None else uncast()
-    return nn.functional.linear(inputs, weight, layer.bias)
 
 
 class _CastForGather:

@@ -153,7 +153,17 @@ class _Tiled:
         tiles = inputs.tensor_split(max(1, min(self.shards, inputs.size(1))), dim=1)
         with contextlib.nullcontext() if torch.compiler.is_compiling() else keeping_nothing():
             if type(self.module) not in self.compared:
-                self._compare(inputs, tiles)
+                # A rank with one token compares nothing, and others may have more.
+                fault = self._difference(inputs, tiles) if len(tiles) > 1 else None
+                error = PlanError(
+                    f"'{self.name}' was chosen for tiled_mlp, but {fault}. It does not treat every "
+                    "position alone, and would train another model. Choose others with "
+                    "tiled_mlp.names."
+                )
+                facts = {"~tiles": len(tiles)}
+                everyone = raise_on_all_ranks(facts, None if fault is None else error)
+                if any(facts["~tiles"] > 1 for facts in everyone):
+                    self.compared.add(type(self.module))
             if len(tiles) > 1:
                 outputs: Any = [checkpoint(self._tile, tile, use_reentrant=False) for tile in tiles]
                 return torch.cat(outputs, dim=1)
@@ -162,19 +172,6 @@ class _Tiled:
     def _tile(self, tile: torch.Tensor) -> Any:
         # What is kept until backward is a part of the input; modules may ask for a `view`.
         return self.whole(tile.contiguous())
-
-    def _compare(self, inputs: torch.Tensor, tiles: tuple[torch.Tensor, ...]) -> None:
-        """Compares tiles with the whole on all ranks. Collective: yes, over the default group."""
-        # A rank with one token compares nothing, and others may have more.
-        fault = self._difference(inputs, tiles) if len(tiles) > 1 else None
-        error = PlanError(
-            f"'{self.name}' was chosen for tiled_mlp, but {fault}. It does not treat every "
-            "position alone, and would train another model. Choose others with tiled_mlp.names."
-        )
-        facts = {"~tiles": len(tiles)}
-        everyone = raise_on_all_ranks(facts, None if fault is None else error)
-        if any(facts["~tiles"] > 1 for facts in everyone):
-            self.compared.add(type(self.module))
 
     @torch.no_grad()
     def _difference(self, inputs: torch.Tensor, tiles: tuple[torch.Tensor, ...]) -> str | None:

@@ -129,21 +129,19 @@ class DeepSpeedCheckpoint(Checkpoint):
         for key, weight in self._weights.items():
             same.setdefault(id(weight), []).append(key)
         self.ties = tuple(tuple(keys) for keys in same.values() if len(keys) > 1)
-        self.remarks = (*self.remarks, *self._remarks(prefix))
+        self.remarks = (
+            *self.remarks,
+            "Weights alone are read. The state of the optimizer and the progress of the run are "
+            "left out, so moments start new: a run loads with load_weights_only: true.",
+        )
+        if prefix:
+            self.remarks += (
+                f"In a Composer checkpoint the names begin with '{prefix}', as in a ComposerModel "
+                "around the model that was trained. Say otherwise with --prefix.",
+            )
         # Hugging Face's Trainer writes its files beside the folder of the checkpoint.
         beside = (folder, folder.parent)
         self.config = next((item for item in beside if (item / "config.json").is_file()), None)
-
-    def _remarks(self, prefix: str) -> Iterator[str]:
-        yield (
-            "Weights alone are read. The state of the optimizer and the progress of the run are "
-            "left out, so moments start new: a run loads with load_weights_only: true."
-        )
-        if prefix:
-            yield (
-                f"In a Composer checkpoint the names begin with '{prefix}', as in a ComposerModel "
-                "around the model that was trained. Say otherwise with --prefix."
-            )
 
     # --- Interface. ---
 
@@ -285,43 +283,24 @@ class DeepSpeedCheckpoint(Checkpoint):
         # What else is in there, such as moments, stays in its file.
         ranks = [self._load(file)["optimizer_state_dict"][slot] for file in complete]
         if stage3:
-            yield from _from_shares(groups, ranks)
+            start = 0
+            for name, shape in _items(groups):
+                share = math.ceil(math.prod(shape) / len(ranks))
+                pieces = [piece for vectors in ranks for piece in _cut(vectors, start, share)]
+                yield name, _weight(pieces, shape, ranks[0][0].dtype)
+                start += share
+            for vectors in ranks:
+                _same_size(start, sum(vector.numel() for vector in vectors), 1)
             return
+        # Newer versions have elements behind each parameter.
         paddings = state.get("param_alignment_paddings") or [()] * len(groups)
         for group, shapes, between in zip(range(len(groups)), groups, paddings, strict=True):
-            yield from _from_vector(shapes, [parts[group] for parts in ranks], between)
-
-
-def _from_vector(
-    shapes: Mapping[str, Sequence[int]], parts: Sequence[torch.Tensor], paddings: Sequence[int]
-) -> Iterator[tuple[str, _Weight]]:
-    """Yields the parameters of one group of ZeRO 1 and 2.
-
-    Args:
-        shapes: FQN -> shape, in the order of the vector.
-        parts: flat shards of the vector, by rank.
-        paddings: elements behind each parameter, which newer versions have; or none.
-    """
-    start = 0
-    for index, (name, shape) in enumerate(shapes.items()):
-        size = math.prod(shape)
-        yield name, _weight(_cut(parts, start, size), shape, parts[0].dtype)
-        start += size + (paddings[index] if paddings else 0)
-    _same_size(start, sum(part.numel() for part in parts), 2 * len(parts))
-
-
-def _from_shares(
-    groups: Sequence[Mapping[str, Sequence[int]]], ranks: Sequence[Sequence[torch.Tensor]]
-) -> Iterator[tuple[str, _Weight]]:
-    """Yields the parameters of ZeRO 3 from the vectors of each rank."""
-    start = 0
-    for name, shape in _items(groups):
-        share = math.ceil(math.prod(shape) / len(ranks))
-        pieces = [piece for vectors in ranks for piece in _cut(vectors, start, share)]
-        yield name, _weight(pieces, shape, ranks[0][0].dtype)
-        start += share
-    for vectors in ranks:
-        _same_size(start, sum(vector.numel() for vector in vectors), 1)
+            start, parts = 0, [vectors[group] for vectors in ranks]
+            for index, (name, shape) in enumerate(shapes.items()):
+                size = math.prod(shape)
+                yield name, _weight(_cut(parts, start, size), shape, parts[0].dtype)
+                start += size + (between[index] if between else 0)
+            _same_size(start, sum(part.numel() for part in parts), 2 * len(parts))
 
 
 def _items(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from composer_fsdp2.checkpoint.algorithms import vet_algorithms_of
-from composer_fsdp2.checkpoint.contents import TensorEntry, deepspeed_folder, files_of
+from composer_fsdp2.checkpoint.contents import deepspeed_folder, files_of
 from composer_fsdp2.checkpoint.deepspeed import DeepSpeedCheckpoint, open_any_checkpoint
 from composer_fsdp2.checkpoint.metadata import MESH, METADATA
 from composer_fsdp2.checkpoint.pickles import open_archive
@@ -327,7 +327,9 @@ def compare_checkpoints(
     for key in both:
         # Of a tensor its dtype and shape, of another value itself.
         a, b = (
-            _layout(side.tensors[key]) if key in side.tensors else side.object(key)
+            f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"
+            if (entry := side.tensors.get(key))
+            else side.object(key)
             for side in (first, second)
         )
         if not (key in first.tensors and key in second.tensors):
@@ -355,10 +357,6 @@ def compare_checkpoints(
         "equal_tensors": tensors - len(layouts) - len(values),
         "equal_objects": len(both) - tensors - len(objects),
     }
-
-
-def _layout(entry: TensorEntry) -> str:
-    return f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"
 
 
 def _text(value: Any) -> str:

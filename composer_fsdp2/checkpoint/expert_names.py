@@ -12,7 +12,6 @@ tokens are not called.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -182,10 +181,6 @@ def _check_equal(where: str, values: Sequence[Any]) -> None:
             )
 
 
-def _of_box(box: Any, view: View, piece: torch.Tensor) -> torch.Tensor:
-    return view(piece[box])
-
-
 class RenamedFolder(FolderCheckpoint):
     """A folder of shards as if it had been saved with the names of the model.
 
@@ -248,7 +243,7 @@ class RenamedFolder(FolderCheckpoint):
         if box is None:
             return self._saved.piece(origin, file, views)
         if views:
-            wanted = [functools.partial(_of_box, box, view) for view in views]
+            wanted: list[View] = [lambda piece, view=view: view(piece[box]) for view in views]
             return self._saved.piece(origin, file, wanted)[box]
         # Boxes of one piece of a stack are read one after the other.
         if self._last is None or self._last[0] != origin or file is not None:

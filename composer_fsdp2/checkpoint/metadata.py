@@ -85,7 +85,29 @@ def read_metadata(folder: Path) -> Metadata:
         )
     try:
         check_places(metadata, folder)
-        metadata = _as_today(metadata)
+        paths = metadata.planner_data or {}
+        # Composer's loader tells the old layout by this key, too:
+        # https://github.com/mosaicml/composer/blob/v0.32.1/composer/utils/checkpoint.py#L662
+        legacy = {key for key, path in paths.items() if tuple(path)[:1] == ("optimizers",)}
+        if legacy:
+            today: dict[Any, str] = {key: f"state.{key}" for key in legacy}
+            metadata = replace(
+                metadata,
+                state_dict_metadata={
+                    today.get(key, key): value_entry
+                    for key, value_entry in metadata.state_dict_metadata.items()
+                },
+                planner_data={
+                    today.get(key, key): ("state", *path) if key in legacy else path
+                    for key, path in paths.items()
+                },
+                storage_data={
+                    MetadataIndex(
+                        today.get(index.fqn) or index.fqn, index.offset, index.index
+                    ): info
+                    for index, info in metadata.storage_data.items()
+                },
+            )
         _share_chunks(metadata)
         return replace(metadata, storage_data=StoredPieces(metadata.storage_data))
     except (AttributeError, TypeError, ValueError, LookupError) as error:
@@ -158,12 +180,16 @@ class StoredPieces(Mapping[MetadataIndex, PieceLocation]):
             name.encode()
         self._rows: dict[int, dict[Any, int]] = {}
 
-    def __reduce__(self) -> Any:
-        return _stored_pieces, (self._values, self._files)
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what goes by ids: ranks send it to each other."""
+        return {**vars(self), "_rows": {}}
 
     def __getitem__(self, index: MetadataIndex) -> PieceLocation:
         starts, files, offsets, lengths = self._values[index.fqn]
-        row = self._rows_of(starts)[index.offset]
+        # The tuples live as long as this object does.
+        if id(starts) not in self._rows:
+            self._rows[id(starts)] = {start: row for row, start in enumerate(starts)}
+        row = self._rows[id(starts)][index.offset]
         return PieceLocation(self._files[files[row]], int(offsets[row]), int(lengths[row]))
 
     def __iter__(self) -> Iterator[MetadataIndex]:
@@ -171,12 +197,6 @@ class StoredPieces(Mapping[MetadataIndex, PieceLocation]):
 
     def __len__(self) -> int:
         return sum(len(starts) for starts, *_ in self._values.values())
-
-    def _rows_of(self, starts: tuple[Any, ...]) -> dict[Any, int]:
-        # The tuples live as long as this object does.
-        if id(starts) not in self._rows:
-            self._rows[id(starts)] = {start: row for row, start in enumerate(starts)}
-        return self._rows[id(starts)]
 
     def starts(self, fqn: str) -> tuple[Any, ...]:
         """Returns where the pieces of a value begin; the same tuple for values cut as one."""
@@ -196,38 +216,6 @@ class StoredPieces(Mapping[MetadataIndex, PieceLocation]):
         for _, files, offsets, lengths in self._values.values():
             np.maximum.at(least, files, offsets + lengths)
         return dict(zip(self._files, least.tolist(), strict=True))
-
-
-def _stored_pieces(values: Any, files: list[str]) -> StoredPieces:
-    """Makes one from what was pickled: ranks send it to each other."""
-    pieces = StoredPieces({})
-    pieces._values, pieces._files = values, files
-    return pieces
-
-
-def _as_today(metadata: Metadata) -> Metadata:
-    paths = metadata.planner_data or {}
-    # Composer's loader tells the old layout by this key, too:
-    # https://github.com/mosaicml/composer/blob/v0.32.1/composer/utils/checkpoint.py#L662
-    legacy = {key for key, path in paths.items() if tuple(path)[:1] == ("optimizers",)}
-    if not legacy:
-        return metadata
-    today: dict[Any, str] = {key: f"state.{key}" for key in legacy}
-    return replace(
-        metadata,
-        state_dict_metadata={
-            today.get(key, key): value_entry
-            for key, value_entry in metadata.state_dict_metadata.items()
-        },
-        planner_data={
-            today.get(key, key): ("state", *path) if key in legacy else path
-            for key, path in paths.items()
-        },
-        storage_data={
-            MetadataIndex(today.get(index.fqn) or index.fqn, index.offset, index.index): info
-            for index, info in metadata.storage_data.items()
-        },
-    )
 
 
 def senseless_metadata(folder: Path, error: Exception) -> CheckpointError:

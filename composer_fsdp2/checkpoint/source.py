@@ -14,7 +14,7 @@ import os
 import stat
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -194,7 +194,18 @@ class FolderCheckpoint(Checkpoint):
         contents = read_contents(path) if contents is None else contents
         self.tabulate(contents.metadata)
         self.files = contents.files
-        self.problems = {**dict(self._find_short_files(share)), **contents.gaps}
+        problems: dict[str, str] = {}
+        first, step = share
+        for name, size in list(self.files.items())[first::step]:
+            try:
+                status = (path / name).stat()
+            except (OSError, ValueError):
+                status = None
+            if status is None or not stat.S_ISREG(status.st_mode):
+                problems[name] = f"'{name}' is missing"
+            elif status.st_size < size:
+                problems[name] = f"'{name}' has {status.st_size} of {size} bytes"
+        self.problems = {**problems, **contents.gaps}
         if self.problems and not incomplete:
             raise self._incomplete()
 
@@ -295,8 +306,18 @@ class FolderCheckpoint(Checkpoint):
         """
         if index.fqn in self.problems:
             raise self._incomplete()
-        value = self._part(index, views) if views else None
-        if value is None:
+        value, spans = None, None
+        if views:
+            info, sizes = self.metadata.storage_data[index], self.sizes(index)
+            itemsize = self.tensors[index.fqn].dtype.itemsize
+            spans = plan_ranges(sizes, itemsize, views, info.length)
+        if spans is not None:
+            with self._opened(index) as opened:
+                part = read_ranges(opened, self.where(index), spans, trusted=trusts(self.path))
+            if part is not None:
+                value, ranges = part
+                self._ranges.setdefault(index, []).extend(ranges)
+        if value is None:  # all have to be read
             file = self.checked(index) if file is None else file
             value = load_object(file, self.where(index), trusted=trusts(self.path))
         if index.fqn in self.tensors:
@@ -311,20 +332,6 @@ class FolderCheckpoint(Checkpoint):
                     "file belongs to another checkpoint. Take another copy."
                 )
         return value
-
-    def _part(self, index: MetadataIndex, views: Sequence[View]) -> Any:
-        """Returns a piece with the values of views alone, `None` if all have to be read."""
-        info, shape = self.metadata.storage_data[index], self.sizes(index)
-        itemsize = self.tensors[index.fqn].dtype.itemsize
-        spans = plan_ranges(shape, itemsize, views, info.length)
-        if spans is None:
-            return None
-        with self._opened(index) as file:
-            part = read_ranges(file, self.where(index), spans, trusted=trusts(self.path))
-        if part is None:
-            return None
-        self._ranges.setdefault(index, []).extend(part[1])
-        return part[0]
 
     def compare_ranges(self) -> None:
         """Compares what ranks have read of pieces with the checksums of these pieces.
@@ -382,19 +389,6 @@ class FolderCheckpoint(Checkpoint):
         """Reads one piece or object without keeping it; returns its bytes."""
         self.piece(part)
         return self.metadata.storage_data[part].length
-
-    def _find_short_files(self, share: tuple[int, int]) -> Iterator[tuple[str, str]]:
-        """Yields files that are missing or too short; costs one look at each."""
-        first, step = share
-        for name, size in list(self.files.items())[first::step]:
-            try:
-                status = (self.path / name).stat()
-            except (OSError, ValueError):
-                status = None
-            if status is None or not stat.S_ISREG(status.st_mode):
-                yield name, f"'{name}' is missing"
-            elif status.st_size < size:
-                yield name, f"'{name}' has {status.st_size} of {size} bytes"
 
     def _incomplete(self) -> CheckpointError:
         shown = listed(list(self.problems.values()), 20, "")

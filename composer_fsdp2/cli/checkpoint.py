@@ -100,8 +100,9 @@ def convert(
     from composer_fsdp2.checkpoint.staging import check_destination
 
     with reported():
-        _check_options(to, trained=weights == "trained", for_hf=bool(dtype or config))
-        max_bytes = _bytes(max_shard_size)
+        max_bytes = _check_options(
+            to, max_shard_size, trained=weights == "trained", for_hf=bool(dtype or config)
+        )
         try:
             check_destination(destination, folder=to != "full")
             opened = open_any_checkpoint(source, prefix=prefix)
@@ -187,11 +188,33 @@ def diff(
                 tolerance=tolerance,
                 weights=weights,
             )
-        lines = _differences(comparison, first, second, None if everything else _LINES)
+        sections = {
+            f"Only in {first}": comparison["only_in_first"],
+            f"Only in {second}": comparison["only_in_second"],
+            "Shape or dtype differ": [
+                f"{key}: {a} | {b}" for key, (a, b) in comparison["layouts"].items()
+            ],
+            "Other objects": [f"{key}: {a} | {b}" for key, (a, b) in comparison["objects"].items()],
+            "Values differ": [
+                f"{key}: at most {float(n):.3g} apart" for key, n in comparison["values"].items()
+            ],
+        }
+        lines: list[str] = []
+        for title, items in sections.items():
+            shown = items if everything else items[:_LINES]
+            lines += [f"{title} ({len(items)}):"] if items else []
+            lines += [f"  {item}" for item in shown]
+            if len(items) > len(shown):
+                lines.append(f"  ... {len(items) - len(shown)} more, see --all")
+        tensors = _count(comparison["equal_tensors"], "tensor")
+        equal = f"{tensors} and {_count(comparison['equal_objects'], 'object')}"
+        verdict = "Equal" if comparison["equal"] else "Not equal"
+        lines.append(f"{verdict}: {equal} are the same in both")
         _answer(comparison, lines, as_json=as_json, good=comparison["equal"])
 
 
-def _check_options(to: str, *, trained: bool, for_hf: bool) -> None:
+def _check_options(to: str, max_shard_size: str, *, trained: bool, for_hf: bool) -> int:
+    """Refuses options without effect, and returns the bytes at which a new file begins."""
     if trained and to != "full":
         raise ConfigError(
             f"--weights trained is given with --to {to}. Only whole weights can be exchanged. "
@@ -202,15 +225,12 @@ def _check_options(to: str, *, trained: bool, for_hf: bool) -> None:
             f"--dtype or --config is given with --to {to}. It would have no effect: a "
             "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
         )
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *([A-Z]*)", text.strip().upper())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *([A-Z]*)", max_shard_size.strip().upper())
     size = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
     if size <= 0:
         raise ConfigError(
-            f"--max-shard-size is '{text}', which is no size. Files cannot be divided by it. Write "
-            "for example 5GB or 500MiB."
+            f"--max-shard-size is '{max_shard_size}', which is no size. Files cannot be divided by "
+            "it. Write for example 5GB or 500MiB."
         )
     return size
 
@@ -261,29 +281,6 @@ def _describe(facts: dict[str, Any]) -> Iterator[str]:
         yield f"  {'problem':12}{problem}"
     for remark in facts["remarks"]:
         yield f"  {'note':12}{remark}"
-
-
-def _differences(
-    report: dict[str, Any], first: Path, second: Path, lines: int | None
-) -> Iterator[str]:
-    sections = {
-        f"Only in {first}": report["only_in_first"],
-        f"Only in {second}": report["only_in_second"],
-        "Shape or dtype differ": [f"{key}: {a} | {b}" for key, (a, b) in report["layouts"].items()],
-        "Other objects": [f"{key}: {a} | {b}" for key, (a, b) in report["objects"].items()],
-        "Values differ": [
-            f"{key}: at most {float(n):.3g} apart" for key, n in report["values"].items()
-        ],
-    }
-    for title, items in sections.items():
-        if items:
-            yield f"{title} ({len(items)}):"
-            yield from (f"  {item}" for item in items[:lines])
-        if lines is not None and len(items) > lines:
-            yield f"  ... {len(items) - lines} more, see --all"
-    tensors = _count(report["equal_tensors"], "tensor")
-    equal = f"{tensors} and {_count(report['equal_objects'], 'object')}"
-    yield f"{'Equal' if report['equal'] else 'Not equal'}: {equal} are the same in both"
 
 
 def _count(n: int, noun: str) -> str:

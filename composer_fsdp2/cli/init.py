@@ -87,13 +87,11 @@ def init(
                 f"--gpu is {gpu}, and the run has no GPUs. Its memory would be compared with "
                 "nothing. Leave --gpu out, or write --gpus 1 or more."
             )
-        _write(file, answers)
-        if gpu is not None:
-            _say_whether_it_fits(file, answers, gpu)
+        _write(file, answers, gpu)
 
 
-def _write(file: Path, answers: Answers) -> None:
-    """Writes the run, and says how to start it."""
+def _write(file: Path, answers: Answers, gpu: str | None) -> None:
+    """Writes the run, and says how to start it and whether a step fits a GPU that is named."""
     from composer_fsdp2.tools.starter import starter_yaml
 
     text = starter_yaml(answers)
@@ -119,20 +117,19 @@ def _write(file: Path, answers: Answers) -> None:
     say(f"[green]Wrote {escape(str(file))}[/]")
     say(f"Check it:  composer-fsdp2 doctor {escape(f'{file}{cluster}')}")
     say(f"Train:     {escape(command)}")
+    if gpu is None:
+        return
 
-
-def _say_whether_it_fits(file: Path, answers: Answers, gpu: str) -> None:
-    """Predicts a step of the run that was written."""
     from composer_fsdp2.cli.doctor import rehearsed
     from composer_fsdp2.cli.plan import forecast_of
     from composer_fsdp2.estimate.report import fits, verdict
     from composer_fsdp2.foundry import run_file
     from composer_fsdp2.foundry.cluster import Cluster
 
-    per_node, memory_gib = answers.gpus // answers.nodes, _memory_of(gpu)
-    cluster = Cluster(ranks=answers.gpus, ranks_per_node=per_node, on_gpus=True)
-    rehearsal = rehearsed(run_file.read_run(file, []), cluster, plan_only=True)
-    forecast = forecast_of(rehearsal, cluster)
+    memory_gib = _memory_of(gpu)
+    meant = Cluster(ranks=answers.gpus, ranks_per_node=per_node, on_gpus=True)
+    rehearsal = rehearsed(run_file.read_run(file, []), meant, plan_only=True)
+    forecast = forecast_of(rehearsal, meant)
     search = f"composer-fsdp2 plan {file} --gpus {answers.gpus} --gpu {gpu} --search"
     if forecast is None:
         say("Whether it fits is not known: the model cannot be built here.")

@@ -8,9 +8,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -210,6 +209,12 @@ def _start_or_join(
     *,
     check: bool = False,
 ) -> None:
+    """Does the work as one rank, or starts the ranks. Collective: yes, if a launcher started it."""
+    import logging
+    import warnings
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     from composer_fsdp2.tools.migrate.signs import check_is_run
 
     with reported():
@@ -234,7 +239,28 @@ def _start_or_join(
             limit = limit / 2 if isinstance(limit, int | float) else 300
             _ask_doctor(run, overrides, int(os.environ["WORLD_SIZE"]), limit)
         work = _train_from_yaml if command == "train" else _evaluate_from_yaml
-        _run_here(work, run, overrides, cfg)
+        # What other packages say about themselves in every run is dropped, and nothing else.
+        for message in _NOISE:
+            warnings.filterwarnings("ignore", message=message)
+        models = logging.getLogger("transformers.modeling_utils")
+        models.addFilter(lambda record: "has generative capabilities" not in record.getMessage())
+        # Threads of the tokenizer and forked data loader workers do not mix; it says so at length.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
+            used = (
+                "without FSDP" if cfg.get("fsdp_config") is None else "with FSDP1 (`fsdp_config`)"
+            )
+            told = (
+                f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and runs {used}. "
+                "Write `parallelism_config: {fsdp2: {}}` for FSDP2."
+            )
+            say(f"[yellow]{escape(told)}[/]")
+        if not launch.under_own_launcher():
+            work(run, overrides)
+            return
+        with launch.rank_guard():
+            # Leaves an exception where `launch` can read it. torchrun would print its traceback.
+            record(work)(run, overrides)
 
 
 def _start(
@@ -269,22 +295,26 @@ def _start(
     if (cfg.get("fsdp_config") or {}).get("cpu_offload"):  # the optimizer steps on the CPU
         threads = max(1, len(os.sched_getaffinity(0)) // number)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    log_dir = log_dir or Path(tempfile.mkdtemp(prefix="composer-fsdp2-"))
+    count = "1 rank" if number == 1 else f"{number} ranks; those above 0 write to {log_dir}"
+    say(f"[dim]Starting {escape(count)}[/]")
     try:
-        _launch([command, str(run), *overrides], number, log_dir)
+        launch.launch_ranks([*launch.own_program(), command, str(run), *overrides], number, log_dir)
     except SystemExit:
-        say(f"\n{escape(_stopped(read))}")
+        if (saved := run_file.newest_checkpoint(read)) is None:
+            told = "Stopped, and no checkpoint was found: the same command begins anew."
+        else:
+            resumes = run_file.read_setting(read, "autoresume")
+            told = (
+                f"Stopped. The same command goes on from {saved}."
+                if resumes
+                else "Stopped. To go on from the newest checkpoint, add to the command: "
+                f"load_path={saved}"
+            )
+        say(f"\n{escape(told)}")
         raise
     if command == "train" and (saved := run_file.newest_checkpoint(read)) is not None:
         say(f"[dim]Done. The newest checkpoint is {escape(str(saved))}[/]")
-
-
-def _stopped(cfg: DictConfig) -> str:
-    """Says how a run that was told to stop goes on."""
-    if (saved := run_file.newest_checkpoint(cfg)) is None:
-        return "Stopped, and no checkpoint was found: the same command begins anew."
-    if run_file.read_setting(cfg, "autoresume"):
-        return f"Stopped. The same command goes on from {saved}."
-    return f"Stopped. To go on from the newest checkpoint, add to the command: load_path={saved}"
 
 
 def _ask_doctor(
@@ -318,47 +348,6 @@ def _ask_doctor(
         os.environ[FORECAST] = json.dumps(step)  # the ranks inherit the variable
     problems = [finding for finding in report["findings"] if finding["level"] == "problem"]
     raise_errors([f"{finding['what']} {finding['advice']}" for finding in problems])
-
-
-def _launch(command: list[str], ranks: int, log_dir: Path | None) -> None:
-    log_dir = log_dir or Path(tempfile.mkdtemp(prefix="composer-fsdp2-"))
-    count = "1 rank" if ranks == 1 else f"{ranks} ranks; those above 0 write to {log_dir}"
-    say(f"[dim]Starting {escape(count)}[/]")
-    launch.launch_ranks([*launch.own_program(), *command], ranks, log_dir)
-
-
-def _run_here(
-    work: Callable[[Path, list[str]], None], run: Path, overrides: list[str], cfg: Mapping[str, Any]
-) -> None:
-    """Does the work as one rank.
-
-    Collective: yes, every rank of the run has to come here.
-    """
-    import logging
-    import warnings
-
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    # What other packages say about themselves in every run is dropped, and nothing else.
-    for message in _NOISE:
-        warnings.filterwarnings("ignore", message=message)
-    models = logging.getLogger("transformers.modeling_utils")
-    models.addFilter(lambda record: "has generative capabilities" not in record.getMessage())
-    # Threads of the tokenizer and forked data loader workers do not mix; it says so at length.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
-        used = "without FSDP" if cfg.get("fsdp_config") is None else "with FSDP1 (`fsdp_config`)"
-        told = (
-            f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and runs {used}. "
-            "Write `parallelism_config: {fsdp2: {}}` for FSDP2."
-        )
-        say(f"[yellow]{escape(told)}[/]")
-    if not launch.under_own_launcher():
-        work(run, overrides)
-        return
-    with launch.rank_guard():
-        # Leaves an exception where `launch` can read it. torchrun would print all of its traceback.
-        record(work)(run, overrides)
 
 
 def _train_from_yaml(run: Path, overrides: list[str]) -> None:

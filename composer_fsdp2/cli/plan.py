@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from composer_fsdp2.estimate.clock import Gpu
     from composer_fsdp2.estimate.forecast import Forecast
-    from composer_fsdp2.estimate.search import Choice
     from composer_fsdp2.foundry.rehearsal import Rehearsal
 
 __all__ = ["forecast_of", "plan"]
@@ -98,9 +97,7 @@ def plan(
         figures = None if gpu is None else gpu_named(gpu)
         memory = gpu_memory or (figures and figures.memory_gib)
         cfg = _read(run, overrides or [])
-        cluster = _cluster_named(ranks, gpus, gpus_per_node, on_gpus=memory is not None)
-        if not (ranks or gpus or gpus_per_node):
-            cluster = _large_enough(cluster, cfg)
+        cluster = _cluster(cfg, ranks, gpus, gpus_per_node, on_gpus=memory is not None)
         if compare is not None:
             forecasts = _compared(run, overrides or [], cluster, compare)
             lines = comparison_lines(compare.partition("=")[0], forecasts, figures or GPUS["H100"])
@@ -171,13 +168,21 @@ def _read(run: Path, overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def _cluster_named(
-    ranks: int | None, gpus: int | None, gpus_per_node: int | None, *, on_gpus: bool
+def _cluster(
+    cfg: DictConfig,
+    ranks: int | None,
+    gpus: int | None,
+    gpus_per_node: int | None,
+    *,
+    on_gpus: bool,
 ) -> Cluster:
-    """Returns the ranks of the options.
+    """Returns the ranks of the options, or without any those of this machine.
+
+    Where degrees of the run need more than this machine has, it is nodes of 8 GPUs.
 
     Raises:
-        ConfigError: both numbers are given, or the ranks do not fill nodes.
+        ConfigError: both numbers are given, the ranks do not fill nodes, or no number of nodes fits
+            the degrees.
     """
     if ranks and gpus:
         raise ConfigError(
@@ -185,24 +190,20 @@ def _cluster_named(
             "says that they are on GPUs. Give one of them."
         )
     cluster = cluster_of(gpus or ranks, gpus_per_node or (gpus and min(gpus, 8)))
-    return dataclasses.replace(cluster, on_gpus=cluster.on_gpus or on_gpus)
-
-
-def _large_enough(cluster: Cluster, cfg: DictConfig) -> Cluster:
-    """Returns the ranks of this machine, or nodes of 8 GPUs where degrees of the run need more.
-
-    Raises:
-        ConfigError: no number of nodes fits the degrees.
-    """
+    cluster = dataclasses.replace(cluster, on_gpus=cluster.on_gpus or on_gpus)
+    if ranks or gpus or gpus_per_node:
+        return cluster
     parsed = run_file.read_parallelism(cfg)
     try:
         run_file.check_ranks(parsed, cluster.ranks)
     except ConfigError as error:
-        for ranks in (8, 16, 32, 64, 128, 256, 512, 1024):
+        for number in (8, 16, 32, 64, 128, 256, 512, 1024):
             with contextlib.suppress(ConfigError):
-                run_file.check_ranks(parsed, ranks)
-                say(f"The degrees of the run need other ranks than these: --gpus {ranks} is taken.")
-                return Cluster(ranks=ranks, ranks_per_node=8, on_gpus=True)
+                run_file.check_ranks(parsed, number)
+                say(
+                    f"The degrees of the run need other ranks than these: --gpus {number} is taken."
+                )
+                return Cluster(ranks=number, ranks_per_node=8, on_gpus=True)
         raise error from None
     return cluster
 
@@ -268,7 +269,9 @@ def _search(
     Raises:
         ConfigError: the memory of a GPU is not known, or the run has no optimizer.
     """
-    from composer_fsdp2.estimate.search import search_lines
+    from ruamel.yaml import YAML
+
+    from composer_fsdp2.estimate.search import search_lines, written
     from composer_fsdp2.foundry.forecast import search_run
 
     if memory is None or rehearsal.parts is None:
@@ -288,18 +291,9 @@ def _search(
     typer.echo("\n".join(search_lines(best, lost)))
     if not best:
         raise typer.Exit(ExitCode.FAILED)
-    if write:
-        _write(run, best[0].choice)
-        say(f"Written to {escape(str(run))}.")
-
-
-def _write(run: Path, choice: Choice) -> None:
-    """Puts settings into a YAML, whose comments and order stay."""
-    from ruamel.yaml import YAML
-
-    from composer_fsdp2.estimate.search import written
-
-    yaml = YAML()
+    if not write:
+        return
+    choice, yaml = best[0].choice, YAML()  # keeps comments and order
     yaml.preserve_quotes = True
     document = yaml.load(run.read_text(encoding="utf-8"))
     block = document["parallelism_config"]["fsdp2"]
@@ -312,6 +306,7 @@ def _write(run: Path, choice: Choice) -> None:
     document["device_train_microbatch_size"] = choice.rows
     with run.open("w", encoding="utf-8") as file:
         yaml.dump(document, file)
+    say(f"Written to {escape(str(run))}.")
 
 
 def _lines(

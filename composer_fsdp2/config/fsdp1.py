@@ -125,7 +125,10 @@ def convert_fsdp1(
         if key not in FSDP1_KEYS:
             hint = nearest(key, sorted(FSDP1_KEYS)) or " It would have no effect; take it out."
             problems.append(f"'{key}' is not a key of FSDP1's configuration.{hint}")
-        elif key == "backward_prefetch" and _upper(value) in FSDP1_LATE_PREFETCH:
+        elif (
+            key == "backward_prefetch"
+            and (value.upper() if isinstance(value, str) else value) in FSDP1_LATE_PREFETCH
+        ):
             settings[key] = 0
             notes.append(f"'{key}: {value}' becomes 0: {LATE_PREFETCH}.")
         elif key in FSDP1_NOT_NEEDED:
@@ -140,10 +143,6 @@ def convert_fsdp1(
     if problems:
         raise ConfigError(" ".join(problems))
     return Conversion(settings, tuple(notes))
-
-
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
 
 
 def _convert_strategy(

@@ -41,14 +41,15 @@ def _written(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):
         pairs = itertools.islice(value.items(), _LONGEST)  # what is shown of it is shorter
-        return f"{{{', '.join(f'{_key(key)}: {_written(item)}' for key, item in pairs)}}}"
+        texts = (
+            (key if isinstance(key, str) and key.isascii() and key.isidentifier() else ascii(key))
+            + f": {_written(item)}"
+            for key, item in pairs
+        )
+        return f"{{{', '.join(texts)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_written, value[:_LONGEST]))}]"
     return ascii(value)
-
-
-def _key(key: Any) -> str:
-    return key if isinstance(key, str) and key.isascii() and key.isidentifier() else ascii(key)
 
 
 def shortened(text: str, most: int = _LONGEST_TEXT) -> str:

@@ -52,15 +52,11 @@ DTYPES: dict[str, torch.dtype] = {
 _PRESETS = ("DEFAULT", "PURE", "FULL")
 
 
-def _dtype_name(_key: str, raw: Any, _errors: list[str]) -> Any:
-    return str(raw) if isinstance(raw, torch.dtype) else raw
-
-
 _DTYPE = null_or(
     ValueType(
         expected="fp32, bf16 or fp16",
         accepts=lambda value: isinstance(value, str) and value in DTYPES,
-        parse=_dtype_name,
+        parse=lambda _key, raw, _errors: str(raw) if isinstance(raw, torch.dtype) else raw,
         choices=("fp32", "bf16", "fp16"),
     )
 )

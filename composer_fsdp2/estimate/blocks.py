@@ -176,7 +176,11 @@ def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) ->
         units: the wrap plan of the whole model, which the added numbers of units must give.
     """
     times = blocks.equal // blocks.period - blocks.short
-    facts = [_facts(plan) for plan in (short.plan, long.plan, units)]
+    facts = [
+        Counter(f"reshard {unit.reshard_after_forward}" for unit in plan.units)
+        + Counter(elements=sum(unit.numel for unit in plan.units))
+        for plan in (short.plan, long.plan, units)
+    ]
     if {k: facts[0][k] + times * (facts[1][k] - facts[0][k]) for k in facts[2]} != dict(facts[2]):
         return None
 
@@ -199,11 +203,6 @@ def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) ->
             if key in windows[1]
         ],
     )
-
-
-def _facts(plan: WrapPlan) -> Counter[str]:
-    reshard = Counter(f"reshard {unit.reshard_after_forward}" for unit in plan.units)
-    return reshard + Counter(elements=sum(unit.numel for unit in plan.units))
 
 
 def _by_moment(trace: Trace, blocks: EqualBlocks, periods: int) -> dict[Any, Window]:

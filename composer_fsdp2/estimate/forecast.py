@@ -141,7 +141,8 @@ def forecast(
             f"layers of {' and '.join(kinds)} compute in workspaces of libraries, which are not "
             "predicted: the peak can be several times as high"
         )
-    windows = [Window(w.label, _on_device(w.kinds, on_host)) for w in trace.windows]
+    own = ({k: n for k, n in w.kinds.items() if n and k not in on_host} for w in trace.windows)
+    windows = [Window(w.label, kinds) for w, kinds in zip(trace.windows, own, strict=True)]
     largest = max(windows, key=lambda window: sum(window.kinds.values()))
     return Forecast(
         ranks=work.ranks,
@@ -162,10 +163,6 @@ def forecast(
         flops=trace.flops,
         notes=tuple(said),
     )
-
-
-def _on_device(kinds: dict[str, int], on_host: Sequence[str]) -> dict[str, int]:
-    return {kind: size for kind, size in kinds.items() if size and kind not in on_host}
 
 
 def _traced(

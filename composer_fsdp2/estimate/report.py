@@ -113,7 +113,30 @@ def _change(
     if forecast.kept is None:
         return None
     if not fits(forecast, memory_gib):
-        return _smaller(forecast, settings, batch)
+        parts = {
+            "state": sum(forecast.peak.get(k, 0) for k in ("parameters", "gradients", "optimizer")),
+            "activations": forecast.peak.get("activations", 0),
+            "logits and gradients on their way": sum(
+                forecast.peak.get(kind, 0) for kind in ("logits", "backward")
+            ),
+            "gathered units": forecast.peak.get("gathered", 0),
+        }
+        name = max(parts, key=parts.__getitem__)
+        why = f"{name} take {parts[name] / forecast.peak_bytes:.0%} of the peak."
+        shard = "data_parallel_shard_degree: -1 and data_parallel_replicate_degree: null"
+        logits = name.startswith("logits")
+        changes = (
+            (name == "activations" and not settings.activation_checkpointing)
+            and "activation_checkpointing: true",
+            (logits and settings.chunked_loss is None) and "chunked_loss: true",
+            ((logits or name == "activations") and batch.microbatch > 1)
+            and f"device_train_microbatch_size: {batch.microbatch // 2}",
+            (name == "state" and (settings.data_parallel_replicate_degree or 1) != 1) and shard,
+            name == "state" and f"more ranks (--gpus {2 * forecast.ranks}), or cpu_offload: true",
+            name == "activations" and "sequence_parallel: {degree: 2}",
+            "tp: {degree: 2}, or ep beside it for experts",
+        )
+        return f"{next(filter(None, changes))}; {why}"
     room = memory_gib * 2**30 * (1 - HEADROOM) - forecast.peak_bytes
     activations = sum(forecast.peak.get(kind, 0) for kind in ("activations", "logits", "backward"))
     waits = times is not None and times.exposed > 0.1 * times.step
@@ -142,38 +165,23 @@ def _change(
     return None
 
 
-def _smaller(forecast: Forecast, settings: FSDP2Config, batch: Batch) -> str:
-    parts = {
-        "state": sum(forecast.peak.get(k, 0) for k in ("parameters", "gradients", "optimizer")),
-        "activations": forecast.peak.get("activations", 0),
-        "logits and gradients on their way": sum(
-            forecast.peak.get(kind, 0) for kind in ("logits", "backward")
-        ),
-        "gathered units": forecast.peak.get("gathered", 0),
-    }
-    name = max(parts, key=parts.__getitem__)
-    why = f"{name} take {parts[name] / forecast.peak_bytes:.0%} of the peak."
-    shard = "data_parallel_shard_degree: -1 and data_parallel_replicate_degree: null"
-    logits = name.startswith("logits")
-    changes = (
-        (name == "activations" and not settings.activation_checkpointing)
-        and "activation_checkpointing: true",
-        (logits and settings.chunked_loss is None) and "chunked_loss: true",
-        ((logits or name == "activations") and batch.microbatch > 1)
-        and f"device_train_microbatch_size: {batch.microbatch // 2}",
-        (name == "state" and (settings.data_parallel_replicate_degree or 1) != 1) and shard,
-        name == "state" and f"more ranks (--gpus {2 * forecast.ranks}), or cpu_offload: true",
-        name == "activations" and "sequence_parallel: {degree: 2}",
-        "tp: {degree: 2}, or ep beside it for experts",
-    )
-    return f"{next(filter(None, changes))}; {why}"
-
-
 def forecast_lines(forecast: Forecast, gpu: Gpu | None = None) -> Iterator[str]:
     """Yields the lines of a forecast; seconds only with a `gpu`."""
     nodes = -(-forecast.ranks // forecast.ranks_per_node)
     yield f"\nOne step of a rank ({forecast.ranks} ranks on {nodes} node{'s' * (nodes != 1)}):"
-    yield from _memory(forecast)
+    yield from (
+        _row(NAMES[kind], size) + "  in CPU memory" * (kind in forecast.on_host)
+        for kind, size in forecast.held.items()
+        if size
+    )
+    if (kept := forecast.kept) is not None:
+        for kind in ("activations", "logits"):
+            if kept.get(kind, 0) > 0:
+                yield _row(f"{NAMES[kind]}, after forward", kept[kind])
+        yield _row("gathered units at most", forecast.gathered_bytes)
+        yield _row("peak", forecast.peak_bytes) + f"  {forecast.moment}"
+        peak = forecast.peak
+        yield from (_row(f"  {name}", peak[k]) for k, name in NAMES.items() if peak.get(k))
     if forecast.sent:
         many = "es" * (forecast.microbatches != 1)
         yield f"Sent in a step of {forecast.microbatches} microbatch{many}, as whole tensors:"
@@ -200,22 +208,6 @@ def preparing_text(units: int, shard_ranks: int) -> str | None:
         f"To prepare {units} units over {shard_ranks:,} shard ranks takes torch 2.7 about "
         f"{seconds:.1f} CPU seconds on each rank, over 64 ranks {few:.1f}."
     )
-
-
-def _memory(forecast: Forecast) -> Iterator[str]:
-    for kind, size in forecast.held.items():
-        if size:
-            yield _row(NAMES[kind], size) + "  in CPU memory" * (kind in forecast.on_host)
-    if forecast.kept is None:
-        return
-    for kind in ("activations", "logits"):
-        if forecast.kept.get(kind, 0) > 0:
-            yield _row(f"{NAMES[kind]}, after forward", forecast.kept[kind])
-    yield _row("gathered units at most", forecast.gathered_bytes)
-    yield _row("peak", forecast.peak_bytes) + f"  {forecast.moment}"
-    for kind, name in NAMES.items():
-        if forecast.peak.get(kind):
-            yield _row(f"  {name}", forecast.peak[kind])
 
 
 def verdict(forecast: Forecast, memory_gib: float) -> str:

@@ -188,7 +188,21 @@ def search(
     """
     room = memory_gib * 2**30 * (1 - HEADROOM)
     sizes = [2**power for power in range(most_rows.bit_length()) if most_rows % 2**power == 0]
-    choices = _choices(mesh_degrees(ranks, per_node), sizes, offloads, frozen)
+    choices = [
+        Choice(
+            shard=shard,
+            replicate=replicate,
+            reshard=reshard,
+            checkpointing=checkpointing,
+            rows=rows,
+            offload=offload,
+            frozen=place,
+        )
+        for (shard, replicate, reshard), checkpointing, rows, offload, place in itertools.product(
+            mesh_degrees(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads, frozen
+        )
+        if (place, offload) != ("replicate", "all")
+    ]
     base = {"reshard": "auto", "rows": 1, "offload": offloads[0], "frozen": frozen[0]}
     # The last has the most shards, and recomputes all.
     bases = [choice for choice in reversed(choices) if choice == replace(choice, **base)]
@@ -210,30 +224,6 @@ def search(
             best.append(SearchResult(choice=choice, forecast=forecast, seconds=seconds))
     lost = [*lost[:2], *lost[2:][-1:], *guess.reasons()]
     return sorted(best, key=lambda result: result.seconds), lost
-
-
-def _choices(
-    meshes: Sequence[tuple[int, int, bool | int | str]],
-    sizes: Sequence[int],
-    offloads: Sequence[str],
-    frozen: Sequence[str],
-) -> list[Choice]:
-    """Returns every combination of settings that a search varies."""
-    return [
-        Choice(
-            shard=shard,
-            replicate=replicate,
-            reshard=reshard,
-            checkpointing=checkpointing,
-            rows=rows,
-            offload=offload,
-            frozen=place,
-        )
-        for (shard, replicate, reshard), checkpointing, rows, offload, place in itertools.product(
-            meshes, range(len(CHECKPOINTING)), sizes, offloads, frozen
-        )
-        if (place, offload) != ("replicate", "all")
-    ]
 
 
 def search_lines(best: Sequence[SearchResult], lost: Sequence[tuple[Choice, str]]) -> Iterator[str]:

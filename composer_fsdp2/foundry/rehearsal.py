@@ -244,7 +244,18 @@ def _build(
         state = State(
             model=model, rank_zero_seed=0, run_name=run_name, device=DeviceCPU(), **trainer_args
         )
-        _start(rehearsal, config, state, inputs)
+        # As the Trainer starts: algorithms change the model, and the scheduler reads times.
+        model.logger = logger = Logger(state, inputs.loggers)
+        for algorithm in state.algorithms:
+            with rehearsal.step(f"algorithms: {type(algorithm).__name__}"):
+                if algorithm.match(Event.INIT, state):
+                    algorithm.apply(Event.INIT, state, logger)
+        with rehearsal.step("max_duration", _TIME):
+            state.max_duration = ensure_time(config.max_duration, TimeUnit.EPOCH)
+            if inputs.scheduler is not None and inputs.loader is not None:
+                with rehearsal.step("scheduler"):
+                    state.set_dataloader(inputs.loader, "train")
+                    inputs.scheduler(state)
         if not plan_only:
             _check_load_path(rehearsal, config, run_name, state)
     if (config.fsdp_config or {}).get("version") == 2:
@@ -533,22 +544,6 @@ def _check_save_folder(rehearsal: Rehearsal, config: Any, run_name: str) -> None
                 check_save_folder(folder, name, prefix, run_name, Timestamp())
 
 
-def _start(rehearsal: Rehearsal, config: Any, state: State, inputs: _Inputs) -> None:
-    """Starts as the Trainer does: algorithms change the model, and the scheduler reads times."""
-    model: Any = state.model
-    model.logger = logger = Logger(state, inputs.loggers)
-    for algorithm in state.algorithms:
-        with rehearsal.step(f"algorithms: {type(algorithm).__name__}"):
-            if algorithm.match(Event.INIT, state):
-                algorithm.apply(Event.INIT, state, logger)
-    with rehearsal.step("max_duration", _TIME):
-        state.max_duration = ensure_time(config.max_duration, TimeUnit.EPOCH)
-        if inputs.scheduler is not None and inputs.loader is not None:
-            with rehearsal.step("scheduler"):
-                state.set_dataloader(inputs.loader, "train")
-                inputs.scheduler(state)
-
-
 def _check_load_path(
     rehearsal: Rehearsal, config: Any, run_name: str, state: State | None = None
 ) -> None:
@@ -556,8 +551,15 @@ def _check_load_path(
     path, is_fsdp2 = config.load_path, (config.fsdp_config or {}).get("version") == 2
     if path is None or "://" in path or path.endswith(".symlink"):
         return
-    if config.autoresume and _has_latest(config, run_name):
-        return  # the run goes on from there
+    folder = config.save_folder
+    if config.autoresume and folder is not None:
+        is_sharded = (config.fsdp_config or {}).get("state_dict_type") == "sharded"
+        # LLM Foundry's names.
+        default = "latest-sharded-rank{rank}" if is_sharded else "latest-rank{rank}.pt"
+        latest = f"{folder}/{config.save_latest_filename or default}"
+        # The run goes on from there, or may: an object store is not asked.
+        if "://" in folder or Path(format_name_with_dist(latest, run_name)).exists():
+            return
     with rehearsal.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
         local = Path(format_name_with_dist(path, run_name))
         try:
@@ -573,20 +575,6 @@ def _check_load_path(
         except CheckpointError as error:
             for finding in findings_of(error):
                 rehearsal.add(f"load_path: {finding.what}", finding.advice)
-
-
-def _has_latest(config: Any, run_name: str) -> bool:
-    """Returns whether autoresume may find a checkpoint in the save_folder. Collective: no.
-
-    An object store is not asked.
-    """
-    folder = config.save_folder
-    if folder is None or "://" in folder:
-        return folder is not None
-    is_sharded = (config.fsdp_config or {}).get("state_dict_type") == "sharded"
-    default = "latest-sharded-rank{rank}" if is_sharded else "latest-rank{rank}.pt"  # LLM Foundry's
-    name = config.save_latest_filename or default
-    return Path(format_name_with_dist(f"{folder}/{name}", run_name)).exists()
 
 
 # --- The plan. ---

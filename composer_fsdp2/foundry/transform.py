@@ -86,20 +86,9 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         # The only call of the script's `dist.get_world_size` follows, and drops the settings.
         # https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/command_utils/train.py#L320
         vars(importlib.import_module("llmfoundry.command_utils.train"))["dist"].keeps = True
-    _say_autoresume_is_off(parsed)
-    parsed = read_in_slices(parsed)
-    if written_group_size(parsed["fsdp_config"]) > 1:
-        patches.check_feature(patches.GROUPS)
-        parsed = _share_batches(parsed, fsdp2_settings(parsed))
-    return parsed
-
-
-def _say_autoresume_is_off(parsed: Mapping[str, Any]) -> None:
-    """Corrects a line of LLM Foundry's log: "changing autoresume default to True".
-
-    It decides so, and hands the Trainer what is written:
-    https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/command_utils/train.py#L302
-    """
+    # Corrects a line of LLM Foundry's log, "changing autoresume default to True". It decides so,
+    # and hands the Trainer what is written:
+    # https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/command_utils/train.py#L302
     named = parsed.get("run_name") or os.environ.get("RUN_NAME")
     written = ("autoresume", "save_overwrite", "save_weights_only")
     announced = named and parsed.get("save_folder") and not any(map(parsed.get, written))
@@ -111,6 +100,11 @@ def _say_autoresume_is_off(parsed: Mapping[str, Any]) -> None:
             file=sys.stderr,
             flush=True,
         )
+    parsed = read_in_slices(parsed)
+    if written_group_size(parsed["fsdp_config"]) > 1:
+        patches.check_feature(patches.GROUPS)
+        parsed = _share_batches(parsed, fsdp2_settings(parsed))
+    return parsed
 
 
 def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,11 +133,7 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
     parallelism = with_keys_inside(parallelism)
     for key, value in parallelism.items():
         if value is not None or key == "fsdp2":
-            _check_free(parsed, parallelism, key)
-            # An empty `fsdp2:` is null in YAML, and asks for default settings.
-            parsed[_PLACES[key]] = (
-                _marked({} if value is None else value) if key == "fsdp2" else value
-            )
+            parsed[_PLACES[key]] = _moved(parsed, parallelism, key)
     if requests_fsdp2(parsed):
         parsed = _move_tensor_parallel(parsed)
     block = parsed.get("fsdp_config")
@@ -184,9 +174,12 @@ def fsdp2_settings(parsed: Mapping[str, Any]) -> FSDP2Config:
     return parse_config({k: v for k, v in parsed["fsdp_config"].items() if k != _MARKER})
 
 
-def _check_free(parsed: Mapping[str, Any], block: Mapping[str, Any], key: str) -> None:
-    """Refuses two places for one setting: either could win without a word."""
-    setting = _PLACES[key]
+def _moved(parsed: Mapping[str, Any], block: Mapping[str, Any], key: str) -> Any:
+    """Returns a setting for its place, where none may be yet: either could win without a word.
+
+    A block of FSDP2's is marked, see [Note: marker].
+    """
+    setting, value = _PLACES[key], block[key]
     if key == "fsdp2" and block.get("fsdp") is not None:
         raise ConfigError(
             f"{_BLOCK} has both 'fsdp' and 'fsdp2'. A model is sharded by one of them. "
@@ -197,10 +190,10 @@ def _check_free(parsed: Mapping[str, Any], block: Mapping[str, Any], key: str) -
             f"'{_BLOCK}.{key}' and '{setting}' are both set. A run follows one of them and would "
             f"ignore the other. Move what you need to '{_BLOCK}.{key}' and remove '{setting}'."
         )
-
-
-def _marked(value: Any) -> dict[str, Any]:
-    """Marks a block as FSDP2's, see [Note: marker]."""
+    if key != "fsdp2":
+        return value
+    # An empty `fsdp2:` is null in YAML, and asks for default settings.
+    value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"'{_BLOCK}.fsdp2' is {value!r}, but it takes a mapping. It is not clear whether FSDP2 "
@@ -276,18 +269,16 @@ def _sliceable_folder(model: Mapping[str, Any]) -> Path | None:
     # The folder's weights are those of the model its config describes.
     plain = isinstance(config, dict) and not any(config.get(key) for key in _NOT_PLAIN)
     has_weights = any((folder / file).is_file() for file in _WEIGHT_FILES)
-    if not plain or not has_weights or _overrides_weights(model.get("config_overrides"), config):
+    if not plain or not has_weights:
         return None
-    return folder
-
-
-def _overrides_weights(overrides: Any, config: Mapping[str, Any]) -> bool:
-    """Returns whether overrides ask for other weights than a folder's config.json describes."""
-    return isinstance(overrides, Mapping) and any(
+    overrides = model.get("config_overrides")
+    changed = overrides.items() if isinstance(overrides, Mapping) else ()
+    other_weights = any(
         isinstance(value, int | list) and _CHANGES_WEIGHTS.search(str(key))
-        for key, value in overrides.items()
+        for key, value in changed
         if value != config.get(key)
     )
+    return None if other_weights else folder
 
 
 # --- Ranks that compute one batch together. ---

@@ -18,7 +18,7 @@ import itertools
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -217,9 +217,16 @@ class OrderCheck(StepListener):
         mine = (self._count - len(self._last), list(self._last))
         everyone: list[tuple[int, list[str]]] = self._channel.of_all(mine)
         self._start_batch()
+        start = max(skipped for skipped, _ in everyone)
+        common = [last[start - skipped :] for skipped, last in everyone]
+        columns = itertools.zip_longest(*common, fillvalue="nothing more")
+        # The first collective in which ranks differ, if all ranks still record it.
+        first = next((at for at in columns if len(set(at)) > 1), ())
+        calls = [f"{call} on {rank_text(which)}" for call, which in ranks_by(first).items()]
+        shown = f" The first difference: {' and '.join(calls[:_SHOWN])}." if calls else ""
         raise PlanError(
             "The ranks ran different units in the last batch, and took each other's weights or "
-            f"gradients for their own.{_first_difference(everyone)} The weights are wrong since "
+            f"gradients for their own.{shown} The weights are wrong since "
             "that batch: resume from a checkpoint from before it. Have every rank run the same "
             "units in every step, or name modules that a rank may leave out in "
             "unused_parameters. `order_check: always` finds the difference before the collective."
@@ -250,16 +257,3 @@ class Watchdog(StepListener):
     def before_reduce(self, unit: str, group: Any) -> None:
         """Collective: no."""
         self._watchdog.entered = ("reduce", unit, self._microbatch)
-
-
-def _first_difference(everyone: Sequence[tuple[int, list[str]]]) -> str:
-    """Names the first collective in which ranks differ, if all ranks still record it."""
-    start = max(skipped for skipped, _ in everyone)
-    common = [last[start - skipped :] for skipped, last in everyone]
-    for at in itertools.zip_longest(*common, fillvalue="nothing more"):
-        if len(set(at)) > 1:
-            calls = [
-                f"{collective} on {rank_text(which)}" for collective, which in ranks_by(at).items()
-            ]
-            return f" The first difference: {' and '.join(calls[:_SHOWN])}."
-    return ""

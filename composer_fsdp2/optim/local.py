@@ -133,10 +133,18 @@ class LocalStep:
             others: state under keys that are no sharded parameters.
         """
         self._stepping, self._seen = [], _settings_of(optimizer)
-        groups = [
-            {**group, "params": list(map(self._plain, chosen))}
-            for group, chosen in zip(optimizer.param_groups, params, strict=True)
-        ]
+        groups: list[dict[str, Any]] = []
+        for group, chosen in zip(optimizer.param_groups, params, strict=True):
+            plain: list[Any] = []
+            for param in chosen:
+                if isinstance(param, DTensor):
+                    shard = self._shards.get(id(param))
+                    if shard is None:
+                        shard = self._shards[id(param)] = _Shard(param)
+                    self._stepping.append(shard)
+                    param = shard.local
+                plain.append(param)
+            groups.append({**group, "params": plain})
         self._give_gradients()
         state: dict[Any, Any] = defaultdict(dict, others)
         for shard in self._stepping:
@@ -196,16 +204,6 @@ class LocalStep:
             changed = {k: v for k, v in settings.items() if k not in seen or seen[k] is not v}
             seen.update(changed)
             owner.update(changed)
-
-    def _plain(self, param: Any) -> Any:
-        """Returns the plain parameter for a step; the parameter itself if it is not sharded."""
-        if not isinstance(param, DTensor):
-            return param
-        shard = self._shards.get(id(param))
-        if shard is None:
-            shard = self._shards[id(param)] = _Shard(param)
-        self._stepping.append(shard)
-        return shard.local
 
     def _give_gradients(self) -> None:
         """Gives plain parameters their gradients; again after a closure has computed others."""

@@ -248,7 +248,12 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
         if param.grad is not None or (groups and param.requires_grad):
             clipped.append((param, groups))
     pairs = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p, _ in clipped]
-    squares = [_unit_squares(tensor) for pair in pairs for tensor in pair]
+    squares: list[torch.Tensor] = []
+    for tensor in (tensor for pair in pairs for tensor in pair):
+        local = local_part(tensor.detach())
+        square = local.to(torch.promote_types(local.dtype, torch.float32)).square()
+        dims = tuple(range(1, tensor.ndim))
+        squares.append(square.sum(dim=dims, keepdim=True) if dims else square.sum())
     of_squares = [groups for _, groups in clipped for _ in range(2)]
     norms = [total.sqrt() for total in _reduced(squares, of_squares)]
     for (param, _), weight_norm, grad_norm in zip(clipped, norms[::2], norms[1::2], strict=True):
@@ -256,13 +261,6 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
             scale = weight_norm.mul_(threshold).div_(grad_norm)
             scale = scale.nan_to_num_(nan=1.0).clamp_(max=1.0)
             local_part(param.grad).mul_(scale.to(param.grad.dtype))
-
-
-def _unit_squares(tensor: torch.Tensor) -> torch.Tensor:
-    local = local_part(tensor.detach())
-    squares = local.to(torch.promote_types(local.dtype, torch.float32)).square()
-    dims = tuple(range(1, tensor.ndim))
-    return squares.sum(dim=dims, keepdim=True) if dims else squares.sum()
 
 
 # --- Numbers to log ---

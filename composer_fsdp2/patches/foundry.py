@@ -57,10 +57,6 @@ def _asks_for_parallelism(cfg: Any, *_args: Any, **_kwargs: Any) -> bool:
     return "parallelism_config" in cfg
 
 
-def _has_several_nodes(*_args: Any, **_kwargs: Any) -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
-
-
 FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_PACKAGE}.{_TRAIN}:dist",
@@ -95,7 +91,10 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         why="has all nodes remove and write the same files of the working directory",
         upstream=f"{_UPSTREAM}/utils/builders.py#L550",
         takes={"destination_dir"},
-        asks=_has_several_nodes,
+        # On several nodes.
+        asks=lambda *_args, **_kwargs: (
+            os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+        ),
     ),
     _row(
         target=f"{_PACKAGE}.{_ICL}:dist",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from typing import Any
 
 from composer_fsdp2.patches.engine import Feature, PatchPoint, always
 
@@ -26,10 +25,6 @@ def _old_arguments_are_unknown() -> bool:
 
     code = inspect.unwrap(PreTrainedModel.from_pretrained).__code__
     return "use_auth_token" not in code.co_consts
-
-
-def _parameters_are_marked() -> bool:
-    return importlib.util.find_spec("transformers.initialization") is not None
 
 
 def _token_ids_are_missing() -> bool:
@@ -56,10 +51,6 @@ def _rotation_takes_no_positions() -> bool:
     return "position_ids" not in inspect.signature(apply_rotary_pos_emb).parameters
 
 
-def _names_old_arguments(*_args: Any, **kwargs: Any) -> bool:
-    return "use_auth_token" in kwargs or "load_in_8bit" in kwargs
-
-
 TRANSFORMERS5_ROWS: tuple[PatchPoint, ...] = (
     PatchPoint(
         target="transformers.modeling_utils:PreTrainedModel.from_pretrained",
@@ -69,7 +60,7 @@ TRANSFORMERS5_ROWS: tuple[PatchPoint, ...] = (
         upstream="https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/modeling_utils.py#L3902",
         takes={"token", "kwargs"},
         versions="transformers 5.24.0",
-        asks=_names_old_arguments,
+        asks=lambda *_args, **kwargs: "use_auth_token" in kwargs or "load_in_8bit" in kwargs,
         needed=_old_arguments_are_unknown,
     ),
     _row(
@@ -80,7 +71,7 @@ TRANSFORMERS5_ROWS: tuple[PatchPoint, ...] = (
         upstream=f"{_UPSTREAM}/utils/meta_init_context.py#L67",
         fingerprints={"3afc86da55cad32e"},
         asks=always,
-        needed=_parameters_are_marked,
+        needed=lambda: importlib.util.find_spec("transformers.initialization") is not None,
     ),
     _row(
         target=f"{_PACKAGE}.mpt.configuration_mpt:MPTConfig.__init__",

@@ -208,8 +208,19 @@ def _problem_of(name: str, param: nn.Parameter) -> str | None:
             "such tensors exist. Register the integers (`.int_repr()`) as a buffer and compute "
             "`scale * integers` in forward, or train `.dequantize()`."
         )
+    if is_packed(param) and param.requires_grad:
+        return (
+            f"'{name}' is packed in 4 bits by bitsandbytes, and is to be trained. The gradient is "
+            "that of its bytes. Freeze it, and train adapters."
+        )
     if is_packed(param):
-        return _packed_problem(name, param)
+        return (
+            None
+            if gathers_integers()
+            else f"'{name}' is packed in 4 bits by bitsandbytes, and this torch has no gather that "
+            "leaves its bytes alone: they would be cast to the dtype of the run. Write `frozen: "
+            "replicate`, which keeps it on every rank, or install torch 2.14 or newer."
+        )
     if _is_foreign(param):
         return (
             f"'{name}' is of the class {type(param).__name__}, which FSDP2 would exchange for a "
@@ -246,21 +257,6 @@ def _problem_of(name: str, param: nn.Parameter) -> str | None:
             f"'{name}' is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}). "
             "FSDP2 cuts the memory into rows, so it needs rows that follow each other. Store it as "
             "`nn.Parameter(weight.contiguous())`."
-        )
-    return None
-
-
-def _packed_problem(name: str, param: nn.Parameter) -> str | None:
-    if param.requires_grad:
-        return (
-            f"'{name}' is packed in 4 bits by bitsandbytes, and is to be trained. The gradient is "
-            "that of its bytes. Freeze it, and train adapters."
-        )
-    if not gathers_integers():
-        return (
-            f"'{name}' is packed in 4 bits by bitsandbytes, and this torch has no gather that "
-            "leaves its bytes alone: they would be cast to the dtype of the run. Write `frozen: "
-            "replicate`, which keeps it on every rank, or install torch 2.14 or newer."
         )
     return None
 

@@ -114,7 +114,20 @@ def policy_rules(tree: ModuleTree, policy: WrapPolicy) -> list[Rule]:
     if policy.lm_head:
         rules.append(_members(output_heads(tree), "lm_head", policy.lm_head, problems, role="head"))
     if policy.min_num_params is not None:
-        large = _large_modules(tree, policy.min_num_params, rules)
+        # Modules with that many elements outside nested units, from the leaves up.
+        large: list[nn.Module] = []
+        params_of: dict[int, dict[int, int]] = {}
+        for key in tree.postorder:
+            index = tree.first_path[key]
+            path, module = tree.paths[index].path, tree.paths[index].module
+            params = {id(p): p.numel() for p in own_parameters(module)}
+            for child in module.children():
+                params.update(params_of.get(id(child), {}))
+            picked = first_answer(rules, path, module)
+            is_large = sum(params.values()) >= policy.min_num_params and may_be_unit(tree, index)
+            if is_large and not picked:
+                large.append(module)
+            params_of[key] = {} if picked or is_large else params
         rules.append(_members(large, "min_num_params", UnitSettings(), problems))
     if problems:
         raise PlanError("\n".join(problems))
@@ -194,7 +207,20 @@ def with_fp32_islands(
         if names:
             inside = owner.named_modules()
             modules += [module for name, module in inside if name.rpartition(".")[2] in names]
-    decisions = _islands(modules, gathered_in)
+    # A decision for each outermost module, and `None` for each module inside one.
+    decisions: dict[int, Decision | None] = {}
+    for module in map(inside_wrappers, modules):
+        first = next(module.parameters(), None)
+        if id(module) in decisions or first is None or not has_forward(module):
+            continue
+        around = gathered_in or first.dtype
+        if around in (torch.float32, torch.float64):  # nothing is rounded to less
+            continue
+        settings = UnitSettings(mixed_precision=replace(FP32, output_dtype=str(around)))
+        decisions.update((id(part), None) for part in module.modules())
+        decisions[id(module)] = Decision(
+            wrap=True, reason="keep_fp32", settings=settings, role="fp32", is_block=False
+        )
 
     def rule(name: str, module: nn.Module) -> Decision | None:
         island, decision = decisions.get(id(module)), first_answer(rules, name, module)
@@ -205,26 +231,6 @@ def with_fp32_islands(
         return replace(decision, settings=replace(decision.settings, mixed_precision=FP32))
 
     return [rule]
-
-
-def _islands(
-    modules: Iterable[nn.Module], gathered_in: torch.dtype | None
-) -> dict[int, Decision | None]:
-    """Returns a decision for each outermost module, and `None` for each module inside one."""
-    decisions: dict[int, Decision | None] = {}
-    for module in map(inside_wrappers, modules):
-        first = next(module.parameters(), None)
-        if id(module) in decisions or first is None or not has_forward(module):
-            continue
-        around = gathered_in or first.dtype
-        if around in (torch.float32, torch.float64):  # nothing is rounded to less
-            continue
-        settings = UnitSettings(mixed_precision=replace(FP32, output_dtype=str(around)))
-        decisions.update((id(inside), None) for inside in module.modules())
-        decisions[id(module)] = Decision(
-            wrap=True, reason="keep_fp32", settings=settings, role="fp32", is_block=False
-        )
-    return decisions
 
 
 def _members(
@@ -251,21 +257,3 @@ def output_heads(tree: ModuleTree) -> list[nn.Module]:
     called = [module for name, module in tree.modules() if name.rpartition(".")[2] == "lm_head"]
     heads = {id(head): head for head in (*named, *called) if isinstance(head, nn.Module)}
     return list(heads.values())
-
-
-def _large_modules(tree: ModuleTree, least: int, before: list[Rule]) -> list[nn.Module]:
-    """Finds modules with at least `least` elements outside nested units, from the leaves up."""
-    chosen: list[nn.Module] = []
-    params_of: dict[int, dict[int, int]] = {}
-    for key in tree.postorder:
-        index = tree.first_path[key]
-        module_path = tree.paths[index]
-        params = {id(p): p.numel() for p in own_parameters(module_path.module)}
-        for child in module_path.module.children():
-            params.update(params_of.get(id(child), {}))
-        picked = first_answer(before, module_path.path, module_path.module)
-        large = sum(params.values()) >= least and may_be_unit(tree, index)
-        if large and not picked:
-            chosen.append(module_path.module)
-        params_of[key] = {} if picked or large else params
-    return chosen

@@ -88,7 +88,26 @@ def resolve_settings(config: Any) -> FSDP2Config:
     if isinstance(config, TrainerFSDP2Config):
         return config.settings
     if isinstance(config, ComposerFSDP2Config):
-        return _from_composer(config)
+        values: dict[str, Any] = {
+            name: getattr(config, name)
+            for name in (
+                "activation_checkpointing",
+                "activation_cpu_offload",
+                "state_dict_type",
+                "load_monolith_rank0_only",
+                "mixed_precision",
+                "verbose",
+            )
+        }
+        # Composer's `True` is torch's default, which keeps the root gathered.
+        reshard = config.reshard_after_forward
+        values["reshard_after_forward"] = "auto" if reshard is True else reshard
+        mesh = config.device_mesh
+        if mesh is not None:
+            # FSDP2 replicates over the first axis of a 2-D mesh, and shards over the second.
+            values["data_parallel_shard_degree"] = mesh.size(mesh.ndim - 1)
+            values["data_parallel_replicate_degree"] = mesh.size(0) if mesh.ndim == 2 else None
+        return parse_config(values)
     if isinstance(config, FSDPConfig):
         # Composer's class takes every keyword, a misspelt one as well.
         keys = {key: value for key, value in vars(config).items() if key != "_device_mesh"}
@@ -101,29 +120,6 @@ def resolve_settings(config: Any) -> FSDP2Config:
         f"The FSDP2 configuration is a {type(config).__name__}. Its settings cannot be read. Give "
         "a mapping, composer_fsdp2.FSDP2Config, or Composer's FSDP2Config or FSDPConfig."
     )
-
-
-def _from_composer(config: ComposerFSDP2Config) -> FSDP2Config:
-    """Reads Composer's own class; its `True` is torch's default, which keeps the root gathered."""
-    values: dict[str, Any] = {
-        name: getattr(config, name)
-        for name in (
-            "activation_checkpointing",
-            "activation_cpu_offload",
-            "state_dict_type",
-            "load_monolith_rank0_only",
-            "mixed_precision",
-            "verbose",
-        )
-    }
-    reshard = config.reshard_after_forward
-    values["reshard_after_forward"] = "auto" if reshard is True else reshard
-    mesh = config.device_mesh
-    if mesh is not None:
-        # FSDP2 replicates over the first axis of a 2-D mesh, and shards over the second.
-        values["data_parallel_shard_degree"] = mesh.size(mesh.ndim - 1)
-        values["data_parallel_replicate_degree"] = mesh.size(0) if mesh.ndim == 2 else None
-    return parse_config(values)
 
 
 def from_fsdp1(config: Mapping[str, Any]) -> FSDP2Config:

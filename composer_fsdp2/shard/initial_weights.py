@@ -317,7 +317,21 @@ class InitialWeights:
 
 def _unwritten(module: nn.Module, blank: Tensors) -> Tensors:
     """Returns tensors of a module that nobody has written yet."""
-    return {n: t for n, t in _own_tensors(module).items() if _is_marked(n, t, blank)}
+    unwritten: Tensors = {}
+    for name, tensor in _own_tensors(module).items():
+        if name not in blank or isinstance(tensor, DTensor) or tensor.numel() == 0:
+            continue
+        if tensor.dtype is torch.bool:
+            # No value is free to serve as a mark; a write in place raises the version.
+            # The first write was that of the mark.
+            is_marked = tensor is blank[name] and tensor._version <= 1
+        elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            is_marked = bool(torch.isnan(tensor).any())
+        else:
+            is_marked = bool((tensor == _mark_of(tensor.dtype)).any())
+        if is_marked:
+            unwritten[name] = tensor
+    return unwritten
 
 
 def _own_tensors(module: nn.Module) -> Tensors:
@@ -453,18 +467,6 @@ def _mark_of(dtype: torch.dtype) -> float | int:
     return torch.iinfo(dtype).max - 7
 
 
-def _is_marked(name: str, tensor: torch.Tensor, blank: Tensors) -> bool:
-    if name not in blank or isinstance(tensor, DTensor) or tensor.numel() == 0:
-        return False
-    if tensor.dtype is torch.bool:
-        # No value is free to serve as a mark; a write in place raises the version.
-        # The first write was that of the mark.
-        return tensor is blank[name] and tensor._version <= 1
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(torch.isnan(tensor).any())
-    return bool((tensor == _mark_of(tensor.dtype)).any())
-
-
 def _fill_only(module: nn.Module, unwritten: Tensors, source: Initialiser) -> None:
     """Runs an initialiser, and puts back tensors that had their values already."""
     values = {
@@ -495,10 +497,18 @@ def _rebuild(module: nn.Module) -> None:
     """
     if next(module.children(), None) is not None:
         return
-    arguments = _constructor_arguments(module)
-    if arguments is None or (fresh := _constructed(module, arguments)) is None:
-        return
-    if _depends_on_unknown(module, arguments):
+    arguments: dict[str, Any] = {}
+    sizes = {tuple(p.shape) for p in own_parameters(module)}
+    for parameter in _constructor_parameters(module):
+        value = vars(module).get(parameter.name)
+        if value is not None:
+            arguments[parameter.name] = value
+        elif parameter.default is parameter.empty:
+            if arguments or len(sizes) != 1 or len(next(iter(sizes))) != 1:
+                return
+            arguments[parameter.name] = next(iter(sizes))[0]
+    fresh = _constructed(module, arguments)
+    if fresh is None or _depends_on_unknown(module, arguments):
         return
     tensors = _own_tensors(module)
     for name, value in fresh.items():
@@ -522,12 +532,13 @@ def _constructed(module: nn.Module, arguments: dict[str, Any]) -> Tensors | None
 
 def _depends_on_unknown(module: nn.Module, arguments: dict[str, Any]) -> bool:
     """Tells whether tensors depend on an argument that the module does not keep."""
-    others = {
-        parameter.name: _another(parameter.default)
-        for parameter in _constructor_parameters(module)
-        if parameter.name not in arguments
-    }
-    trials = [arguments | {name: other} for name, other in others.items() if other is not None]
+    trials: list[dict[str, Any]] = []
+    for parameter in _constructor_parameters(module):
+        default = parameter.default
+        # Of another kind there is no other value that is safe to try.
+        if parameter.name not in arguments and isinstance(default, bool | int | float):
+            other = not default if isinstance(default, bool) else 2 * default + 1
+            trials.append(arguments | {parameter.name: other})
     made: list[Tensors] = []
     with torch.random.fork_rng(devices=[]):
         for trial in (arguments, *trials) if trials else ():
@@ -543,31 +554,10 @@ def _depends_on_unknown(module: nn.Module, arguments: dict[str, Any]) -> bool:
     )
 
 
-def _another(value: Any) -> bool | int | float | None:
-    """Returns another value of the same kind; `None` if there is none that is safe to try."""
-    if isinstance(value, bool):
-        return not value
-    return 2 * value + 1 if isinstance(value, int | float) else None
-
-
 def _constructor_parameters(module: nn.Module) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(type(module).__init__).parameters.values())[1:]
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p for p in parameters if p.kind not in kinds and p.name != "device"]
-
-
-def _constructor_arguments(module: nn.Module) -> dict[str, Any] | None:
-    arguments: dict[str, Any] = {}
-    sizes = {tuple(p.shape) for p in own_parameters(module)}
-    for parameter in _constructor_parameters(module):
-        value = vars(module).get(parameter.name)
-        if value is not None:
-            arguments[parameter.name] = value
-        elif parameter.default is parameter.empty:
-            if arguments or len(sizes) != 1 or len(next(iter(sizes))) != 1:
-                return None
-            arguments[parameter.name] = next(iter(sizes))[0]
-    return arguments
 
 
 def shared_seed() -> int:

@@ -83,9 +83,24 @@ def check_optimizers(
     _check_foreign(optimizers, tree, names)
     for optimizer in optimizers:
         _check_aliases(optimizer, tree, names)
-        for param, state in optimizer.state.items():
-            if id(param) in names:
-                _check_state(names[id(param)], param, state, gives_values)
+        states = [(p, state) for p, state in optimizer.state.items() if id(p) in names]
+        for param, state in states:
+            name = names[id(param)]
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or value.ndim == 0:
+                    continue
+                if value.is_meta and gives_values:
+                    raise PlanError(
+                        f"The optimizer state '{key}' of '{name}' is on the meta device and has no "
+                        "values. Training would start from uninitialised memory. Build the "
+                        "optimizer after the model is prepared, or the model on cpu on rank 0."
+                    )
+                if value.shape != param.shape:
+                    raise PlanError(
+                        f"The optimizer state '{key}' of '{name}' has shape {tuple(value.shape)}, "
+                        f"its parameter {tuple(param.shape)}. It cannot be divided into the "
+                        "parameter's shards. Build the optimizer after the model is prepared."
+                    )
 
 
 def _check_foreign(
@@ -98,11 +113,12 @@ def _check_foreign(
         for number, group in enumerate(optimizer.param_groups)
         for index, param in enumerate(group["params"])
     ]
-    foreign = [
-        (param, _describe_foreign(group, number, index))
-        for param, group, number, index in members
-        if id(param) not in names
-    ]
+    foreign: list[tuple[Any, str]] = []
+    for param, group, number, index in members:
+        if id(param) not in names:
+            param_names = group.get("param_names")
+            name = f"'{param_names[index]}'" if param_names else f"group {number} parameter {index}"
+            foreign.append((param, f"{name} {tuple(param.shape)}"))
     if not foreign:
         return
     texts = ", ".join(text for _, text in foreign[:10])
@@ -181,12 +197,6 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return "\n".join(lines)
 
 
-def _describe_foreign(group: Mapping[str, Any], number: int, index: int) -> str:
-    param_names = group.get("param_names")
-    name = f"'{param_names[index]}'" if param_names else f"group {number} parameter {index}"
-    return f"{name} {tuple(group['params'][index].shape)}"
-
-
 def _check_aliases(
     optimizer: torch.optim.Optimizer, tree: ModuleTree, names: Mapping[int, str]
 ) -> None:
@@ -216,26 +226,6 @@ def _check_aliases(
                     "parameter has one group. Tie them by assignment (`b.weight = a.weight`) "
                     "before building the optimizer."
                 )
-
-
-def _check_state(
-    name: str, param: torch.Tensor, state: Mapping[Any, Any], gives_values: bool
-) -> None:
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.ndim == 0:
-            continue
-        if value.is_meta and gives_values:
-            raise PlanError(
-                f"The optimizer state '{key}' of '{name}' is on the meta device and has no values. "
-                "Training would start from uninitialised memory. Build the optimizer after the "
-                "model is prepared, or the model on cpu on rank 0."
-            )
-        if value.shape != param.shape:
-            raise PlanError(
-                f"The optimizer state '{key}' of '{name}' has shape {tuple(value.shape)}, its "
-                f"parameter {tuple(param.shape)}. It cannot be divided into the parameter's "
-                "shards. Build the optimizer after the model is prepared."
-            )
 
 
 def detach_optimizer(optimizer: torch.optim.Optimizer, tree: ModuleTree) -> DetachedOptimizer:

@@ -340,8 +340,18 @@ class _Summoned:
     def gather(self, parameters: list[_FullParameter], offload_to_cpu: bool) -> None:
         """Gathers the parameters that no block around this one shows. Collective: yes."""
         for parameter in parameters:
-            if (outer := _block_of(parameter.shard)) is not None:
-                self._check_shown_by(outer, parameter.name)
+            if (outer := _block_of(parameter.shard)) is None:
+                continue
+            asked = {
+                "rank0_only=False": outer.rank0_only and not self.rank0_only,
+                "with_grads=True": self.with_grads and not outer.with_grads,
+            }
+            if more := [option for option, asks in asked.items() if asks]:
+                raise ConfigError(
+                    f"'{parameter.name}' is summoned already, and this block asks for "
+                    f"{' and '.join(more)}, which the one around it does not show. Both would show "
+                    "the same tensor. Ask for it in the block around this one."
+                )
         shows = not self.rank0_only or dist.get_rank() == 0
         for parameter in parameters:
             param = parameter.shard
@@ -358,22 +368,6 @@ class _Summoned:
                 grad = param.grad.clone() if self.with_grads and param.grad is not None else None
                 self.borrowed.append((param, param.detach().clone(), grad))
 
-    def _check_shown_by(self, outer: _Summoned, name: str) -> None:
-        more = [
-            option
-            for option, asks in (
-                ("rank0_only=False", outer.rank0_only and not self.rank0_only),
-                ("with_grads=True", self.with_grads and not outer.with_grads),
-            )
-            if asks
-        ]
-        if more:
-            raise ConfigError(
-                f"'{name}' is summoned already, and this block asks for {' and '.join(more)}, "
-                "which the one around it does not show. Both would show the same tensor. Ask for "
-                "it in the block around this one."
-            )
-
     def enter(self) -> None:
         _BLOCKS.append(self)
         self.undo.callback(_BLOCKS.remove, self)
@@ -381,28 +375,25 @@ class _Summoned:
             # The full tensors of a block live as long as it does, and so do their addresses.
             self.ids |= {id(parameter.shard), id(parameter.full)} - {id(None)}
             parameter.show()
+        # Puts shards into their slots for a forward, and for methods registered like a forward.
         for unit in self.units if self.parameters else []:
-            self._make_way(unit)
+            assert isinstance(unit, nn.Module)
+            # Prepended later than FSDP2's own, so it runs before that one gathers. Torch calls no
+            # hooks after a forward that raised, except those with `always_call`.
+            before = unit.register_forward_pre_hook(self._before_forward, prepend=True)
+            after = unit.register_forward_hook(self._after_forward, always_call=True)
+            for hook in (before, after):
+                self.undo.callback(hook.remove)
+            for name, value in list(vars(unit).items()):
+                # `register_fsdp_forward_method` puts a bound method into the instance.
+                if isinstance(value, types.MethodType) and value.__self__ is unit:
+                    self._set(unit, name, self._forward()(value))
+            for name in CHANGES_PARAMETERS:
+                self._set(unit, name, _refuse)
         for owner in dict.fromkeys(m for parameter in self.parameters for m, _ in parameter.slots):
             # After `load_state_dict` FSDP2 takes the parameters of a module for shards, and would
             # fail over a full tensor.
             self.undo.enter_context(without_fsdp_hooks_after_load(owner))
-
-    def _make_way(self, unit: FSDPModule) -> None:
-        """Puts shards into their slots for a forward, and for methods registered like a forward."""
-        assert isinstance(unit, nn.Module)
-        # Prepended later than FSDP2's own, so it runs before that one gathers. Torch calls no hooks
-        # after a forward that raised, except those with `always_call`.
-        before = unit.register_forward_pre_hook(self._before_forward, prepend=True)
-        after = unit.register_forward_hook(self._after_forward, always_call=True)
-        for hook in (before, after):
-            self.undo.callback(hook.remove)
-        for name, value in list(vars(unit).items()):
-            # `register_fsdp_forward_method` puts a bound method into the instance.
-            if isinstance(value, types.MethodType) and value.__self__ is unit:
-                self._set(unit, name, self._forward()(value))
-        for name in CHANGES_PARAMETERS:
-            self._set(unit, name, _refuse)
 
     def _set(self, unit: FSDPModule, name: str, value: Callable[..., Any]) -> None:
         attributes = vars(unit)

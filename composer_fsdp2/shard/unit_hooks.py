@@ -272,7 +272,13 @@ class UnitHooks:
     def _gather_once_backward_needs_it(self, results: object) -> None:
         """Has a frozen unit gather in backward, from now on: it may run again before."""
         needs = self._frozen and torch.is_grad_enabled()
-        if needs and any(map(_may_need_gradient, tree_leaves(results))):
+        # Gradients may come back through unknown objects too, which may hold tensors.
+        if needs and any(
+            leaf.requires_grad
+            if isinstance(leaf, torch.Tensor)
+            else not isinstance(leaf, type(None) | bool | int | float | complex | str | bytes)
+            for leaf in tree_leaves(results)
+        ):
             self._module.set_unshard_in_backward(True)
 
     def _after_torch(self, module: Any, *_: object) -> None:
@@ -347,13 +353,6 @@ class _Returned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
         return grad
-
-
-def _may_need_gradient(leaf: object) -> bool:
-    """Says whether gradients can come back through a result; unknown objects may hold tensors."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.requires_grad
-    return not isinstance(leaf, type(None) | bool | int | float | complex | str | bytes)
 
 
 # --- Containers. ---

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.parallel.form import ParameterForm, form_of
@@ -104,10 +103,20 @@ class SourcedWeights:
             slots = self._slots.get(name, [])
             for module, attribute in slots[:1]:
                 param = module._parameters[attribute]
-                if param is not None and param.is_meta:
-                    # FSDP2 takes up the new parameter in its first forward, and pads it.
-                    replace_parameter(slots, param, self._read(name, param))
-                    self._advance(param.nbytes)
+                if param is None or not param.is_meta:
+                    continue
+                if not isinstance(param, DTensor):
+                    data = torch.empty_like(param, device=self._device)
+                    self._fill(name, data, (0,) * data.ndim)
+                else:
+                    shape = param.to_local().shape
+                    local = torch.zeros(shape, dtype=param.dtype, device=self._shards_on)
+                    for index, offsets in self._forms[name].blocks(param):
+                        self._fill(name, local[index], offsets)
+                    data = sharded_like(local, param)
+                # FSDP2 takes up the new parameter in its first forward, and pads it.
+                replace_parameter(slots, param, data)
+                self._advance(param.nbytes)
 
     def read_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """Returns a buffer with the source's values; new if it was elsewhere. Collective: no."""
@@ -126,16 +135,6 @@ class SourcedWeights:
         """
         if self._source is not None and any_rank(self._failure is not None, self._device):
             raise_on_all_ranks({}, self._failure)
-
-    def _read(self, name: str, param: nn.Parameter) -> torch.Tensor:
-        if not isinstance(param, DTensor):
-            full = torch.empty_like(param, device=self._device)
-            self._fill(name, full, (0,) * full.ndim)
-            return full
-        local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self._shards_on)
-        for index, offsets in self._forms[name].blocks(param):
-            self._fill(name, local[index], offsets)
-        return sharded_like(local, param)
 
     def _fill(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
         """Reads a part of a tensor into `target`, unless an error was met already."""

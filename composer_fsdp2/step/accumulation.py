@@ -106,13 +106,15 @@ class Accumulation:
             if not last:
                 self._set_due(True)
         ends = last and self._sync == "reduce_scatter_only"
-        if waiting := [name for name, unit in self._units.items() if ends and _waits(unit)]:
-            raise PlanError(
-                f"'{waiting[0]}' got gradients in an earlier microbatch and none in the last one. "
-                "gradient_sync: reduce_scatter_only averages over the copies with the last, so "
-                "those gradients would be lost. Call it in every microbatch, or write "
-                "gradient_sync: last."
-            )
+        for name, unit in self._units.items() if ends else ():
+            by_torch = any(partial_reduction(group) is not None for group in param_groups(unit))
+            if by_torch or any(average.waiting is not None for average in _averages(unit)):
+                raise PlanError(
+                    f"'{name}' got gradients in an earlier microbatch and none in the last one. "
+                    "gradient_sync: reduce_scatter_only averages over the copies with the last, so "
+                    "those gradients would be lost. Call it in every microbatch, or write "
+                    "gradient_sync: last."
+                )
 
     def _not_run(self) -> dict[str, FSDPModule]:
         """Returns units that have not run yet, or had not before the batch that runs again."""
@@ -145,11 +147,6 @@ def _averages(unit: FSDPModule) -> list[AverageOverReplicas]:
     """
     hooks = map(all_reduce_hook, param_groups(unit))
     return [hook for hook in hooks if isinstance(hook, AverageOverReplicas)]
-
-
-def _waits(unit: FSDPModule) -> bool:
-    by_torch = any(partial_reduction(group) is not None for group in param_groups(unit))
-    return by_torch or any(average.waiting is not None for average in _averages(unit))
 
 
 def reset(units: Collection[FSDPModule]) -> None:

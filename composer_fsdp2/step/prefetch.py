@@ -62,7 +62,22 @@ class Prefetch(StepListener):
             return
         if self._order is None and self._ran and any(self._counts):
             # Now, not at the end of backward: a backward may be left, or come in several parts.
-            self._settle()
+            raise_on_all_ranks(
+                {
+                    "order of units in forward": "\n".join(self._ran),
+                    "order of units in backward": "\n".join(self._came_back),
+                }
+            )
+            if self._came_back:  # else a forward for its own sake; the next may be of training
+                self._order = self._ran
+                forward, backward = self._counts
+                times = Counter(self._ran)
+                self._ahead = _units_ahead(list(times), forward, times)
+                self._ahead_in_backward = _units_ahead(self._came_back, backward, times)
+                for name, targets in self._ahead_in_backward.items():
+                    modules = [self._units[target] for target in targets]
+                    # One that is given nothing here prefetches by torch's own order, as before.
+                    self._units[name].set_modules_to_backward_prefetch(modules)
         self._ran, self._came_back = [], []
         self._set_forward(self._ahead)
 
@@ -114,26 +129,6 @@ class Prefetch(StepListener):
                 "order changes often.",
                 stacklevel=2,
             )
-
-    def _settle(self) -> None:
-        """Turns the recorded order into prefetching. Collective: yes."""
-        raise_on_all_ranks(
-            {
-                "order of units in forward": "\n".join(self._ran),
-                "order of units in backward": "\n".join(self._came_back),
-            }
-        )
-        if not self._came_back:
-            return  # a forward for its own sake; the next one may be of training
-        self._order = self._ran
-        forward, backward = self._counts
-        times = Counter(self._ran)
-        self._ahead = _units_ahead(list(times), forward, times)
-        self._ahead_in_backward = _units_ahead(self._came_back, backward, times)
-        for name, targets in self._ahead_in_backward.items():
-            modules = [self._units[target] for target in targets]
-            # A unit that is given nothing here prefetches by torch's own order, as before.
-            self._units[name].set_modules_to_backward_prefetch(modules)
 
     def _set_forward(self, ahead: Mapping[str, Sequence[str]]) -> None:
         for name, targets in ahead.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -88,35 +88,35 @@ def _keep(value: Any, *, on_cpu: bool = True) -> Callable[[], Any]:
     """Copies a value; the function returned restores the copy into the same object."""
     if isinstance(value, torch.Tensor):
         local = local_part(value.detach())
-        return functools.partial(
-            _fill, value, local.to("cpu" if on_cpu else local.device, copy=True)
-        )
+        copy = local.to("cpu" if on_cpu else local.device, copy=True)
+
+        def fill() -> torch.Tensor:
+            local_part(value.detach()).copy_(copy)
+            return value
+
+        return fill
     if isinstance(value, dict):
         keep: Any = getattr(value, "kept", None)
         if keep is not None:
             return keep()  # state that is kept in another form than it is read
-        inside = {key: _keep(item, on_cpu=on_cpu) for key, item in value.items()}
-        return functools.partial(_fill_dict, value, inside)
+        by_key = {key: _keep(item, on_cpu=on_cpu) for key, item in value.items()}
+
+        def fill_dict() -> dict[Any, Any]:
+            items = {key: put_back() for key, put_back in by_key.items()}
+            value.clear()
+            value.update(items)
+            return value
+
+        return fill_dict
     if isinstance(value, list):
-        return functools.partial(_fill_list, value, [_keep(item) for item in value])
+        in_order = [_keep(item) for item in value]
+
+        def fill_list() -> list[Any]:
+            value[:] = [put_back() for put_back in in_order]
+            return value
+
+        return fill_list
     return lambda: value
-
-
-def _fill(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    local_part(tensor.detach()).copy_(copy)
-    return tensor
-
-
-def _fill_dict(target: dict[Any, Any], inside: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    values = {key: put_back() for key, put_back in inside.items()}
-    target.clear()
-    target.update(values)
-    return target
-
-
-def _fill_list(target: list[Any], inside: Sequence[Callable[[], Any]]) -> list[Any]:
-    target[:] = [put_back() for put_back in inside]
-    return target
 
 
 def _held(value: Any) -> Any:

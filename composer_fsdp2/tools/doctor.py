@@ -163,15 +163,40 @@ def examine(
     """
     findings = [
         *_versions(machine),
-        *_patches(machine),
-        *_members(machine),
-        *_architectures(machine),
+        *_torch(machine),
     ]
-    findings += [*_environment(machine, run), *_network(machine, run)]
+    findings += _surroundings(machine, run)
     if run is not None:
         findings += _asked(run)
         if run.settings is not None:
-            findings += [*_mesh(run, run.settings), *_memory(run, run.settings)]
+            findings += [
+                *_mesh(run, run.settings),
+            ]
+            full = run.settings.state_dict_type == "full"
+            is_mixed = run.value("model.init_device") == "mixed"
+            findings += _warnings(
+                (
+                    is_mixed and run.builds_on_meta is True and not run.value("model.pretrained"),
+                    "model.init_device is mixed: rank 0 holds the whole model in CPU memory while "
+                    "it starts.",
+                    "Write init_device: meta, with which the model's own initialisers run unit by "
+                    "unit.",
+                ),
+                (
+                    full and run.settings.async_save,
+                    "async_save with state_dict_type full: training waits until rank 0 has "
+                    "gathered model and optimizer, and rank 0 holds them in CPU memory twice.",
+                    "Write state_dict_type: sharded, where every rank copies its own part.",
+                ),
+                (
+                    full and run.nodes > 1,
+                    f"state_dict_type is full on {run.ranks} ranks: at every save rank 0 gathers "
+                    "model and optimizer in its CPU memory and writes alone, while the others "
+                    "wait.",
+                    "Write state_dict_type: sharded; 'composer-fsdp2 checkpoint convert' makes "
+                    "one file.",
+                ),
+            )
             if run.on_gpus:
                 communication, one_node = run.settings.communication, run.nodes == 1
                 findings += (
@@ -201,11 +226,10 @@ def _stack_of(machine: Machine) -> dict[str, str]:
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
-    """Finds a row whose torch or transformers was taken back to the pins of Composer or Foundry."""
+    """Finds versions that are beside the others, and what no longer fits them in Composer."""
     here = _stack_of(machine)
-    if row_of(here) is not None:
-        return
-    for row in ROWS:
+    # torch or transformers was taken back to the pins of Composer or Foundry.
+    for row in ROWS if row_of(here) is None else ():
         tested = versions_of(row, _STACK)
         other = [name for name in ("torch", "transformers") if here[name] != tested[name]]
         if len(other) == 1 and here[other[0]] == versions_of("stable", _STACK)[other[0]]:
@@ -217,9 +241,6 @@ def _versions(machine: Machine) -> Iterator[Finding]:
                 f"Run `python -m composer_fsdp2.pins {row} > pins.txt && pip install --no-deps -r "
                 "pins.txt`.",
             )
-
-
-def _patches(machine: Machine) -> Iterator[Finding]:
     misfits = [patch for patch in machine.patches if patch.state == "does not fit"]
     if misfits:
         needed = sorted({patch.versions for patch in misfits})
@@ -252,7 +273,8 @@ def _patches(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def _members(machine: Machine) -> Iterator[Finding]:
+def _torch(machine: Machine) -> Iterator[Finding]:
+    """Finds what this torch lacks: private members that are used, and code for the GPUs."""
     missing = [state.member for state in machine.members if not state.found]
     for feature in dict.fromkeys(member.feature for member in missing):
         names = ", ".join(member.title for member in missing if member.feature == feature)
@@ -263,6 +285,18 @@ def _members(machine: Machine) -> Iterator[Finding]:
             f"{'FSDP2' if needed else feature} stop at the start with a PatchError.",
             "Install a torch this package was tested with (2.7 to 2.15)"
             + ("." if needed else f", or leave {feature} out."),
+        )
+    for gpu in dict.fromkeys(machine.gpus):
+        if runs_on(gpu.capability, machine.built_for):
+            continue
+        torch, (major, minor) = machine.versions.get("torch"), gpu.capability
+        # Source: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
+        cuda = "12.8 or newer" if major >= 10 else "12.6 or older"
+        yield Finding(
+            "problem",
+            f"{gpu.name} has compute capability {major}.{minor}, and torch {torch} was compiled "
+            f"for {', '.join(machine.built_for)}. The first kernel would fail.",
+            f"Install a wheel of torch that was built with CUDA {cuda}.",
         )
 
 
@@ -282,25 +316,10 @@ def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
     )
 
 
-def _architectures(machine: Machine) -> Iterator[Finding]:
-    for gpu in dict.fromkeys(machine.gpus):
-        if runs_on(gpu.capability, machine.built_for):
-            continue
-        torch, (major, minor) = machine.versions.get("torch"), gpu.capability
-        # Source: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
-        cuda = "12.8 or newer" if major >= 10 else "12.6 or older"
-        yield Finding(
-            "problem",
-            f"{gpu.name} has compute capability {major}.{minor}, and torch {torch} was compiled "
-            f"for {', '.join(machine.built_for)}. The first kernel would fail.",
-            f"Install a wheel of torch that was built with CUDA {cuda}.",
-        )
-
-
-def _environment(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
-    """Yields findings about the variables that a run inherits from the shell."""
+def _surroundings(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
+    """Yields findings about a shell's variables, and about interfaces and open files of ranks."""
     switched = machine.environment.get("FSDP_VERSION") == "2"
-    return _warnings(
+    yield from _warnings(
         (
             {"RANK", "WORLD_SIZE"} <= machine.environment.keys(),
             "RANK and WORLD_SIZE are set, as a launcher sets them. Here 'composer-fsdp2 train' "
@@ -321,10 +340,6 @@ def _environment(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
             "unset FSDP_VERSION, and migrate the settings.",
         ),
     )
-
-
-def _network(machine: Machine, run: RunFacts | None) -> Iterator[Finding]:
-    """Yields findings about interfaces and open files that keep ranks from connecting."""
     here = machine.interfaces
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         written = machine.environment.get(name, "")
@@ -450,31 +465,6 @@ def _mesh(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
             f"reshard_after_forward is {size}, and groups of {size} ranks do not fit into "
             f"nodes of {per_node}: the gathers of backward go over the network as well.",
             f"Use {per_node}, or a divisor of it.",
-        ),
-    )
-
-
-def _memory(run: RunFacts, settings: FSDP2Config) -> Iterator[Finding]:
-    is_mixed = run.value("model.init_device") == "mixed"
-    full = settings.state_dict_type == "full"
-    return _warnings(
-        (
-            is_mixed and run.builds_on_meta is True and not run.value("model.pretrained"),
-            "model.init_device is mixed: rank 0 holds the whole model in CPU memory while it "
-            "starts.",
-            "Write init_device: meta, with which the model's own initialisers run unit by unit.",
-        ),
-        (
-            full and settings.async_save,
-            "async_save with state_dict_type full: training waits until rank 0 has gathered model "
-            "and optimizer, and rank 0 holds them in CPU memory twice.",
-            "Write state_dict_type: sharded, where every rank copies its own part.",
-        ),
-        (
-            full and run.nodes > 1,
-            f"state_dict_type is full on {run.ranks} ranks: at every save rank 0 gathers model and "
-            "optimizer in its CPU memory and writes alone, while the others wait.",
-            "Write state_dict_type: sharded; 'composer-fsdp2 checkpoint convert' makes one file.",
         ),
     )
 

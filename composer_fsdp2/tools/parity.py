@@ -237,7 +237,18 @@ def plan_jobs(old: Job, new: Job, *, cuda: bool, ranks: int) -> list[str]:
             f"Precision is {old.precision} in OLD and {new.precision} in NEW: the tolerance is "
             "that of the coarser one."
         )
-    notes += _same_start(jobs)
+    # See [Note: same start].
+    meta = [job.name.upper() for job in jobs if job.value(_START) == "meta"]
+    for job in jobs:
+        if job.kind == "DDP" and job.value(_START) is not None:
+            job.set(_START, "cpu")
+        elif job.value(_START) == "meta":
+            job.set(_START, "mixed")
+    if meta:
+        notes.append(
+            f"{_START} is meta in {' and '.join(meta)}, which draws other weights under FSDP1, "
+            "FSDP2 and DDP. Both runs start from those that rank 0 draws on the CPU."
+        )
     reads = [bool(job.block and job.value(f"{job.block}.pretrained_weights")) for job in jobs]
     if reads == [False, True] and not old.value("model.pretrained"):
         notes.append(
@@ -272,21 +283,6 @@ def _fit_cpu(jobs: Sequence[Job]) -> list[str]:
             job.set(key, "FULL")
             notes.append(f"No CUDA: {key} is FULL here, as DDP has no such setting.")
     return notes
-
-
-def _same_start(jobs: Sequence[Job]) -> list[str]:
-    """Has both runs start from rank 0's weights; see [Note: same start]."""
-    meta = [job.name.upper() for job in jobs if job.value(_START) == "meta"]
-    for job in jobs:
-        if job.kind == "DDP" and job.value(_START) is not None:
-            job.set(_START, "cpu")
-        elif job.value(_START) == "meta":
-            job.set(_START, "mixed")
-    told = (
-        f"{_START} is meta in {' and '.join(meta)}, which draws other weights under FSDP1, FSDP2 "
-        "and DDP. Both runs start from those that rank 0 draws on the CPU."
-    )
-    return [told] if meta else []
 
 
 def check_room(ranks: int, gpus: int, cores: int) -> None:

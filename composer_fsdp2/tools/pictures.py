@@ -314,17 +314,15 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int]) -> list[PictureRow]:
 
 def _joined(names: Sequence[str]) -> str:
     """Returns one name for names that differ in numbers only: `blocks.0-31`."""
-    columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
-    texts = map(_range_text, columns)
+    ranges: list[str] = []
+    for column in zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True):
+        numbers = sorted({*column})
+        first, last = numbers[0], numbers[-1]
+        listed = ",".join(map(str, numbers if len(numbers) <= 4 else [first, "...", last]))
+        is_whole = last - first + 1 == len(numbers) > 1
+        ranges.append(f"{first}-{last}" if is_whole else listed)
+    texts = iter(ranges)
     return _NUMBER.sub(lambda _: next(texts), names[0]) or "<root>"
-
-
-def _range_text(column: tuple[int, ...]) -> str:
-    numbers = sorted({*column})
-    first, last = numbers[0], numbers[-1]
-    if last - first + 1 == len(numbers) > 1:
-        return f"{first}-{last}"
-    return ",".join(map(str, numbers if len(numbers) <= 4 else [first, "...", last]))
 
 
 def _value(row: PictureRow) -> str:

@@ -239,14 +239,15 @@ def _wide(name: str, *args: Any, **kwargs: Any) -> Any:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
     if not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
-        args, kwargs = tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
+        half = torch.bfloat16, torch.float16
+        args, kwargs = tree_map_only(
+            torch.Tensor,
+            lambda tensor: tensor.float() if tensor.dtype in half else tensor,
+            (args, kwargs),
+        )
     once = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(once):
         return operator(*args, **kwargs)
-
-
-def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def fake_group_named(name: str) -> dist.ProcessGroup:
@@ -313,17 +314,18 @@ class Watch(TorchDispatchMode):
         kind = kind or old_kind
         self.now[old_kind] -= before
         if reference is None:
-            reference = weakref.ref(storage, lambda _: self._drop(key))
+
+            def drop(_: object) -> None:
+                _, size, kind = self._storages.pop(key)
+                self.now[kind] -= size
+                self.total -= size
+
+            reference = weakref.ref(storage, drop)
         self._storages[key] = reference, size, kind
         self.now[kind] += size
         self.total += size - before
         if self.total > self.peak:
             self.peak, self.peak_kinds = self.total, dict(self.now)
-
-    def _drop(self, key: int) -> None:
-        _, size, kind = self._storages.pop(key)
-        self.now[kind] -= size
-        self.total -= size
 
     def begin_peak(self) -> None:
         """Measures the peak from here on."""

@@ -68,7 +68,10 @@ def parse_parallelism_config(
             "Take out 'fsdp' to train with FSDP2, or 'fsdp2' to stay with FSDP1."
         )
     fsdp, fsdp2, tp = settings.get("fsdp"), settings.get("fsdp2"), settings.get("tp")
-    if fsdp is not None and _means_fsdp2(fsdp):
+    means_fsdp2 = isinstance(fsdp, Mapping) and (
+        _version(fsdp, "fsdp") == "2" if "version" in fsdp else _switched_to_fsdp2()
+    )
+    if means_fsdp2 or isinstance(fsdp, FSDP2Config | ComposerFSDP2Config):
         fsdp, fsdp2 = None, fsdp
     parsed: dict[str, Any] = {}
     if fsdp is not None:
@@ -108,21 +111,20 @@ def concerns_fsdp2(config: Any) -> bool:
         config = {"fsdp": config.fsdp} if config.fsdp2 is None else {"fsdp2": config.fsdp2}
     if not isinstance(config, Mapping):
         return False
-    if any(_may_mean_fsdp2(str(key)) for key in config):
+    # Misplaced, they would have Composer train plain data parallel without a word.
+    misplaced = {*BESIDE, *known_settings(), "fully_shard", "parallelism_config"}
+    if any(
+        key in misplaced or "fsdp" in key.lower() or "'fsdp2'" in nearest(key, _KEYS)
+        if key not in _KEYS
+        else key == "fsdp2"
+        for key in map(str, config)
+    ):
         return True
     fsdp = config.get("fsdp")
     if not isinstance(fsdp, Mapping):
         return isinstance(fsdp, FSDP2Config | ComposerFSDP2Config)
     ours = {"version", *known_settings()} - FSDP1_KEYS
     return _switched_to_fsdp2() or not ours.isdisjoint(fsdp)
-
-
-def _may_mean_fsdp2(key: str) -> bool:
-    if key in _KEYS:
-        return key == "fsdp2"
-    # Composer would train plain data parallel without a word.
-    misplaced = {*BESIDE, *known_settings(), "fully_shard", "parallelism_config"}
-    return key in misplaced or "fsdp" in key.lower() or "'fsdp2'" in nearest(key, _KEYS)
 
 
 def _check_known(keys: Iterable[str], valid: Collection[str], where: str, effect: str) -> None:
@@ -140,14 +142,6 @@ def _check_mapping(key: str, value: Any) -> None:
             f"'{key}' of parallelism_config is {ascii_repr(value)}. No setting can be read from "
             f"it. Write a mapping, or take '{key}' out."
         )
-
-
-def _means_fsdp2(fsdp: Any) -> bool:
-    if isinstance(fsdp, FSDP2Config | ComposerFSDP2Config):
-        return True
-    if not isinstance(fsdp, Mapping):
-        return False
-    return _version(fsdp, "fsdp") == "2" if "version" in fsdp else _switched_to_fsdp2()
 
 
 def _switched_to_fsdp2() -> bool:
@@ -252,17 +246,17 @@ def _with_tensor_parallel(settings: FSDP2Config, tp: Any) -> FSDP2Config:
     check_strategy(tp)
     plan = tp.get("layer_plan") if isinstance(tp, Mapping) else None
     if isinstance(plan, Mapping):
-        tp = {**tp, "layer_plan": {name: _word_of(style) for name, style in plan.items()}}
+        # Styles of torch with default arguments have a word; other styles stay as they are.
+        styles = {
+            "colwise": ColwiseParallel(),
+            "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+            "rowwise": RowwiseParallel(),
+        }
+        words = dict(plan)
+        for name, style in plan.items():
+            kind = type(style)
+            same = (w for w, s in styles.items() if kind is type(s) and vars(style) == vars(s))
+            words[name] = next(same, style)
+        tp = {**tp, "layer_plan": words}
     parsed = parse_config({"tensor_parallel": tp}).tensor_parallel
     return dataclasses.replace(settings, tensor_parallel=parsed)
-
-
-def _word_of(style: Any) -> Any:
-    """Returns the word for a style of torch with default arguments; other styles as they are."""
-    styles = {
-        "colwise": ColwiseParallel(),
-        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
-        "rowwise": RowwiseParallel(),
-    }
-    same = (w for w, s in styles.items() if type(style) is type(s) and vars(style) == vars(s))
-    return next(same, style)

@@ -304,8 +304,16 @@ def _classes(module: nn.Module) -> str:
 def _layout(path: Sequence[str], param: Tensor, module: nn.Module, parent: Any) -> MatrixLayout:
     """Returns how a parameter stores its matrices."""
     *parts, leaf = path
-    if param.ndim == 3:
-        return _layout_of_list(leaf, param, module)
+    if param.ndim == 3:  # experts, (experts, out, in) or (experts, in, out): two shapes tell which
+        up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        if not isinstance(up, Tensor) or not isinstance(down, Tensor) or up.ndim != 3:
+            return MatrixLayout()
+        transposed = up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2]
+        if leaf != "gate_up_proj":
+            return MatrixLayout(None, transposed)
+        half = param.shape[2 if transposed else 1] // 2
+        # In the experts of GPT-OSS, columns belong to gate and up by turns.
+        return MatrixLayout((half, half), transposed, half if "gptoss" in _classes(module) else 1)
     transposed = "conv1d" in _classes(module)
     outputs = param.shape[-1 if transposed else -2]
     experts = getattr(module, "moe_num_experts", None)
@@ -357,22 +365,6 @@ def _inputs(module: Any, names: Iterable[str]) -> int | None:
         if isinstance(layer, nn.Module) and isinstance(weight, Tensor) and weight.ndim == 2:
             return weight.shape[0 if "conv1d" in _classes(layer) else 1]
     return None
-
-
-def _layout_of_list(leaf: str, param: Tensor, module: nn.Module) -> MatrixLayout:
-    """Returns the layout of experts, `(experts, out, in)` or `(experts, in, out)`.
-
-    The shapes of two parameters tell which.
-    """
-    up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if not isinstance(up, Tensor) or not isinstance(down, Tensor) or up.ndim != 3:
-        return MatrixLayout()
-    transposed = up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2]
-    if leaf != "gate_up_proj":
-        return MatrixLayout(None, transposed)
-    half = param.shape[2 if transposed else 1] // 2
-    # In the experts of GPT-OSS, columns belong to gate and up by turns.
-    return MatrixLayout((half, half), transposed, half if "gptoss" in _classes(module) else 1)
 
 
 # --- Values of groups. ---

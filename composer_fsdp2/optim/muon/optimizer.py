@@ -276,8 +276,15 @@ class Muon(MatrixOptimizer):
             ]
         return PlannedGroups(groups, layouts, "\n".join(lines))
 
-    def _decide_by_names(self) -> None:
-        """Decides groups that are still undecided by names, without the model."""
+    def _settle_groups(self) -> None:
+        """Decides groups that are still undecided by names, without the model.
+
+        Keeps layouts with their parameters when some leave a group, as in `LayerFreezing`.
+
+        Raises:
+            PlanError: an undecided group has no names; a group lost parameters before the first
+                step, or got new ones.
+        """
         undecided = [group for group in self.param_groups if group["algorithm"] is None]
         if any("param_names" not in group for group in undecided):
             raise PlanError(
@@ -295,13 +302,6 @@ class Muon(MatrixOptimizer):
                 if name
             ]
             self.assign_groups(self._plan(choose_by_names(named, self._overrides), {}))
-
-    def _follow_parameters(self) -> None:
-        """Keeps layouts with their parameters when some leave a group, as in `LayerFreezing`.
-
-        Raises:
-            PlanError: a group lost parameters before the first step, or got new ones.
-        """
         group_params = [group["params"] for group in self.param_groups]
         if not self._layout_of:
             for params, layouts in zip(group_params, self._layouts, strict=True):
@@ -339,8 +339,7 @@ class Muon(MatrixOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._decide_by_names()
-        self._follow_parameters()
+        self._settle_groups()
         # torch counts no change of a local tensor for the DTensor around it.
         increment_version([p for g in self.param_groups for p in g["params"] if p.grad is not None])
         together: dict[Any, list[_Update]] = defaultdict(list)

@@ -58,7 +58,20 @@ class ExpertParallel(Parallelism["ExpertPlan"]):
         spec = facts.settings.expert_parallel
         if spec is None or spec.degree == 1:
             if facts.settings.unused_parameters is False:
-                _refuse_skipped_units(facts)
+                # Ranks would wait for a unit that one of them does not call.
+                from composer_fsdp2.parallel.expert.routers import known_router
+
+                modules = dict(facts.tree.modules())
+                for unit in facts.units.units:
+                    block, _, rest = unit.module.partition(".experts.")
+                    router = known_router(modules[block]) if rest and block in modules else None
+                    if router is not None and not router.calls_all:
+                        raise PlanError(
+                            f"'{unit.module}' is a unit, and {type(modules[block]).__name__} does "
+                            "not call an expert without a token. The other ranks would wait for "
+                            "it. Write `ep: {degree: N}`, or take the class of experts out of "
+                            "wrap_policy."
+                        )
             return None
         # Imported on demand: see [Note: dividing].
         from composer_fsdp2.parallel.expert.plan import plan_experts
@@ -108,7 +121,27 @@ class ExpertParallel(Parallelism["ExpertPlan"]):
         from composer_fsdp2.parallel.expert.stacked import StackedExperts
 
         modules = dict(tree.modules())
-        ranks = _expert_mesh(mesh, plan.degree)
+        root, tensor = root_mesh(mesh), None
+        if TENSOR_AXIS in (root.mesh_dim_names or ()):
+            tensor = root[TENSOR_AXIS]
+            mesh = DeviceMesh(
+                mesh.device_type, root.mesh.flatten(-2), mesh_dim_names=mesh.mesh_dim_names
+            )
+        # The degree divides the ranks of one replica, a multiple of those with the same tokens.
+        sizes = (*mesh.mesh.shape[:-1], mesh.mesh.shape[-1] // plan.degree, plan.degree)
+        names = (REPLICATE_AXIS, _SHARDS, _EXPERTS)[-len(sizes) :]
+        # A second root: one parameter may not lie on axes of two, and no expert lies on `ep`.
+        root = DeviceMesh(mesh.device_type, mesh.mesh.reshape(sizes), mesh_dim_names=names)
+        single = [DeviceMesh(mesh.device_type, [rank]) for rank in (0, 1)]
+        group = root.get_group(_EXPERTS)
+        ranks = ExpertMesh(
+            shards=root[names[:-1]],
+            group=group,
+            data_parallel=mesh,
+            tensor=tensor,
+            remote=single[int(dist.get_rank() == 0)],
+            groups=(root.get_group(_SHARDS), group),
+        )
         for expert_list in plan.lists:
             block, experts = modules[expert_list.name.rpartition(".")[0]], modules[expert_list.name]
             if not isinstance(experts, nn.ModuleList):
@@ -121,62 +154,9 @@ class ExpertParallel(Parallelism["ExpertPlan"]):
         return _AppliedExperts()
 
 
-def _refuse_skipped_units(facts: ModelFacts) -> None:
-    """Refuses single experts as units in a block that is known to skip those without a token.
-
-    Raises:
-        PlanError: ranks would wait for a unit that one of them does not call.
-    """
-    from composer_fsdp2.parallel.expert.routers import known_router
-
-    modules = dict(facts.tree.modules())
-    for unit in facts.units.units:
-        block, _, rest = unit.module.partition(".experts.")
-        router = known_router(modules[block]) if rest and block in modules else None
-        if router is not None and not router.calls_all:
-            raise PlanError(
-                f"'{unit.module}' is a unit, and {type(modules[block]).__name__} does not call an "
-                "expert without a token. The other ranks would wait for it. Write `ep: {degree: N}`"
-                ", or take the class of experts out of wrap_policy."
-            )
-
-
 class _AppliedExperts(AppliedParallelism):
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Has state dicts of the optimizer show the experts as FSDP2 alone would shard them."""
         from composer_fsdp2.parallel.expert.views import show_all_states
 
         show_all_states(optimizer)
-
-
-def _expert_mesh(data_parallel: DeviceMesh, degree: int) -> ExpertMesh:
-    """Makes the mesh of the experts' ranks. Collective: yes (creates process groups).
-
-    Args:
-        data_parallel: the axes that FSDP2 shards other weights over.
-        degree: ranks that share the experts of a layer; divides the ranks of one replica, and is a
-            multiple of the ranks that have the same tokens.
-    """
-    root, tensor = root_mesh(data_parallel), None
-    if TENSOR_AXIS in (root.mesh_dim_names or ()):
-        tensor = root[TENSOR_AXIS]
-        data_parallel = DeviceMesh(
-            data_parallel.device_type,
-            root.mesh.flatten(-2),
-            mesh_dim_names=data_parallel.mesh_dim_names,
-        )
-    ranks = data_parallel.mesh
-    sizes = (*ranks.shape[:-1], ranks.shape[-1] // degree, degree)
-    names = (REPLICATE_AXIS, _SHARDS, _EXPERTS)[-len(sizes) :]
-    # A second root: one parameter may not lie on axes of two, and no expert lies on `ep`.
-    root = DeviceMesh(data_parallel.device_type, ranks.reshape(sizes), mesh_dim_names=names)
-    single = [DeviceMesh(data_parallel.device_type, [rank]) for rank in (0, 1)]
-    group = root.get_group(_EXPERTS)
-    return ExpertMesh(
-        shards=root[names[:-1]],
-        group=group,
-        data_parallel=data_parallel,
-        tensor=tensor,
-        remote=single[int(dist.get_rank() == 0)],
-        groups=(root.get_group(_SHARDS), group),
-    )

@@ -73,13 +73,27 @@ def attend(
     Returns:
         (batch, local positions, heads, size).
     """
-    if method == "ulysses":
-        return _ulysses(shared, call, query, key, value)
-    if not frees:
-        return _gather_kv(shared, call, query, key, value)
-    # Without reentrance, which would need inputs with gradients.
-    out: Any = checkpoint(_gather_kv, shared, call, query, key, value, use_reentrant=False)
-    return out
+    if method != "ulysses":
+        if not frees:
+            return _gather_kv(shared, call, query, key, value)
+        # Without reentrance, which would need inputs with gradients.
+        out: Any = checkpoint(_gather_kv, shared, call, query, key, value, use_reentrant=False)
+        return out
+    ranks, heads, kv_heads = shared.parts.degree, query.shape[1], key.shape[1]
+    if kv_heads % ranks:
+        # Repeated until the ranks can share them.
+        times = ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
+        key, value = (kv.repeat_interleave(times, 1) for kv in (key, value))
+    # One exchange: each rank's heads of all three lie next to each other.
+    alike = (query, key, value) if value.shape[-1] == key.shape[-1] else (query, key)
+    parts = [tensor.unflatten(1, (ranks, -1)) for tensor in alike]
+    got = _swapped_dims(torch.cat(parts, 2).flatten(1, 2), shared.group, split_dim=1, gather_dim=2)
+    sizes = [tensor.shape[1] // ranks for tensor in alike]
+    query, key, *rest = got.split(sizes, 1)
+    value = rest[0] if rest else _swapped_dims(value, shared.group, split_dim=1, gather_dim=2)
+    made = _attend_span(shared, call, (0, shared.parts.padded), query, key, value)
+    made = _swapped_dims(made.transpose(1, 2), shared.group, split_dim=2, gather_dim=1)
+    return made.transpose(1, 2)
 
 
 def fused_attention(
@@ -110,31 +124,6 @@ def fused_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
     )
     return out.reshape(batch, heads, *out.shape[2:]).transpose(1, 2)
-
-
-def _ulysses(
-    shared: SharedSequence,
-    call: AttentionCall,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    ranks, heads, kv_heads = shared.parts.degree, query.shape[1], key.shape[1]
-    if kv_heads % ranks:
-        # Repeated until the ranks can share them.
-        times = ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
-        key, value = (kv.repeat_interleave(times, 1) for kv in (key, value))
-    # One exchange: each rank's heads of all three lie next to each other.
-    alike = (query, key, value) if value.shape[-1] == key.shape[-1] else (query, key)
-    parts = [tensor.unflatten(1, (ranks, -1)) for tensor in alike]
-    got = _swapped_dims(torch.cat(parts, 2).flatten(1, 2), shared.group, split_dim=1, gather_dim=2)
-    sizes = [tensor.shape[1] // ranks for tensor in alike]
-    query, key, *rest = got.split(sizes, 1)
-    value = rest[0] if rest else _swapped_dims(value, shared.group, split_dim=1, gather_dim=2)
-    out = _attend_span(shared, call, (0, shared.parts.padded), query, key, value)
-    return _swapped_dims(out.transpose(1, 2), shared.group, split_dim=2, gather_dim=1).transpose(
-        1, 2
-    )
 
 
 def _gather_kv(
@@ -309,21 +298,19 @@ def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     Returns:
         (batch, heads, ranks x local positions, size), in the order of the ranks.
     """
-    there, back = functools.partial(_all_gathered, group), functools.partial(_parts_added, group)
+
+    def there(local: torch.Tensor) -> torch.Tensor:
+        local = local.contiguous()
+        got = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
+        all_gather_tensor(got, local, group)
+        return got
+
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        # As an all-to-all: gloo of older torch has no reduce-scatter of one tensor, and the sum is
+        # in the order of the ranks everywhere.
+        return _all_to_all(group, grad).view(group.size(), -1, *grad.shape[1:]).sum(0)
+
     return exchange_tensor(tensor.movedim(2, 0), there, back).movedim(0, 2)
-
-
-def _all_gathered(group: dist.ProcessGroup, local: torch.Tensor) -> torch.Tensor:
-    local = local.contiguous()
-    got = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
-    all_gather_tensor(got, local, group)
-    return got
-
-
-def _parts_added(group: dist.ProcessGroup, grad: torch.Tensor) -> torch.Tensor:
-    # As an all-to-all: gloo of older torch has no reduce-scatter of one tensor, and the sum is
-    # in the order of the ranks everywhere.
-    return _all_to_all(group, grad).view(group.size(), -1, *grad.shape[1:]).sum(0)
 
 
 def whole_loss(term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

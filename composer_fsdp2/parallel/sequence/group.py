@@ -127,7 +127,12 @@ class SequenceGroup(SameBatchGroup):
         self._decoder = decoder
         if decoder is not None:
             self._decoder_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
-            self._special = _special_tokens(model)
+            # Tokens that stand for something else than a word.
+            self._special: set[int] = {
+                value
+                for name, value in vars(model.config).items()
+                if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+            }
             self._loss_ignores_padding = bool(next_word_loss(model))
         self._divides = self._begins = False
         self._is_idle = self._is_inside = self._is_tried = self._has_told = False
@@ -225,7 +230,20 @@ class SequenceGroup(SameBatchGroup):
                 self._try_attention(batch)
             self._begins = True
         self._divides = self._is_inside = True
-        return (), self._divided(batch) if self._decoder is None else self._with_own_labels(batch)
+        if self._decoder is None:
+            return (), self._divided(batch)
+        # The whole batch, with labels of this rank's positions; see [Note: images].
+        labels, mask = batch.get("labels"), batch.get("attention_mask")
+        if labels is not None:
+            if self._loss_ignores_padding and isinstance(mask, torch.Tensor):
+                labels = labels.masked_fill(mask == 0, _IGNORED)
+            self._labels = labels
+            del batch["labels"]
+            if self._loss is not None:
+                batch["labels"] = self.own_labels(_shifted(labels))
+        if self._caches:
+            batch["use_cache"] = False
+        return (), batch
 
     def _enter_decoder(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -237,20 +255,6 @@ class SequenceGroup(SameBatchGroup):
             self._begins = False
             on_all_ranks(lambda: self._divided(batch))  # one group may refuse its batch
         return (), self._divided(batch)
-
-    def _with_own_labels(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns the whole batch, with labels of this rank's positions; see [Note: images]."""
-        changed, labels, mask = dict(batch), batch.get("labels"), batch.get("attention_mask")
-        if labels is not None:
-            if self._loss_ignores_padding and isinstance(mask, torch.Tensor):
-                labels = labels.masked_fill(mask == 0, _IGNORED)
-            self._labels = labels
-            del changed["labels"]
-            if self._loss is not None:
-                changed["labels"] = self.own_labels(_shifted(labels))
-        if self._caches:
-            changed["use_cache"] = False
-        return changed
 
     def _divided(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a batch; notes the sequence for the attention modules."""
@@ -270,7 +274,15 @@ class SequenceGroup(SameBatchGroup):
         cut["position_ids"] = by_row.unflatten(0, positions.shape[:-1])
         self._current = self._shared(batch, cut.pop("attention_mask", None), parts, positions)
         if self._decoder is not None:
-            return cut | self._own_features(batch, parts)
+            mask, features = batch.get(_IMAGES), batch.get(_FEATURES)
+            if mask is not None and features is not None:
+                # A decoder adds these to its own positions, layer by layer:
+                # https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/qwen3_vl/modeling_qwen3_vl.py
+                cut[_IMAGES] = local_mask = self._local_part(mask, parts, False)
+                numbers = mask.flatten().cumsum(0).view_as(mask) - 1
+                rows = self._local_part(numbers, parts, 0)[local_mask]
+                cut[_FEATURES] = [layer[rows] for layer in features]
+            return cut
         self._labels = batch.get("labels")
         if self._labels is not None:
             # Shifted while the next token is at hand: a rank's last label is another rank's token.
@@ -280,19 +292,6 @@ class SequenceGroup(SameBatchGroup):
         if self._caches:
             cut["use_cache"] = False  # it would hold keys of this rank's positions alone
         return cut
-
-    def _own_features(self, batch: dict[str, Any], parts: SequenceParts) -> dict[str, Any]:
-        """Returns features of images that a decoder adds to its own positions, layer by layer.
-
-        Source: https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/qwen3_vl/modeling_qwen3_vl.py
-        """
-        mask, features = batch.get(_IMAGES), batch.get(_FEATURES)
-        if mask is None or features is None:
-            return {}
-        local_mask = self._local_part(mask, parts, False)
-        numbers = mask.flatten().cumsum(0).view_as(mask) - 1
-        rows = self._local_part(numbers, parts, 0)[local_mask]
-        return {_IMAGES: local_mask, _FEATURES: [layer[rows] for layer in features]}
 
     def _refuse_inputs(self, batch: Mapping[str, Any], length: int) -> None:
         for name, value in batch.items():
@@ -330,8 +329,12 @@ class SequenceGroup(SameBatchGroup):
         if isinstance(mask, torch.Tensor) and mask.ndim == 4:
             own_mask = _padded_mask(mask, parts, rules)
         elif isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            has_padding, begins_later, goes_on = _padding_of(mask != 0)
-            is_real = _padded(mask != 0, parts, False) if has_padding else None
+            is_real = mask != 0
+            after_padding = (is_real[:, 1:] > is_real[:, :-1]).any()
+            # Is there padding, in front of a row, and in front of some token? One wait for all.
+            answers = torch.stack([~is_real.all(), ~is_real[:, 0].all(), after_padding])
+            has_padding, begins_later, goes_on = answers.tolist()
+            is_real = _padded(is_real, parts, False) if has_padding else None
         if begins_later and rules.unseeing == "unknown":
             raise PlanError(
                 "Sequences are padded on the left, and it is not known what this model makes of a "
@@ -349,8 +352,12 @@ class SequenceGroup(SameBatchGroup):
                     "the right, or take sequence_parallel out."
                 )
             positions = positions * is_real[:, : parts.length]
-        if is_real is not None and not goes_on and self._is_unread(is_real, batch.get("labels")):
-            is_real = None
+        labels = batch.get("labels") if self._outermost.training else None
+        if is_real is not None and not goes_on and isinstance(labels, torch.Tensor):
+            # Tokens do not see padding after all of them. Masks of padded rows take up to half of
+            # positions x positions, and kernels are slower with them.
+            is_read = bool(((labels != _IGNORED) & ~is_real[:, : labels.shape[1]]).any())
+            is_real = is_real if is_read else None
         # Of time, height and width; newer transformers puts those of text in front.
         positions = positions[-3:] if positions.ndim == 3 else positions
         sees_later = begins_later and rules.unseeing in ("average", "all")
@@ -365,16 +372,6 @@ class SequenceGroup(SameBatchGroup):
             sees_later=own_mask is not None or sees_later,
             last_position=positions.max(),
         )
-
-    def _is_unread(self, is_real: torch.Tensor, labels: Any) -> bool:
-        """Says whether padding after all tokens, which do not see it, is outside of the loss.
-
-        Masks of padded rows take up to half of positions x positions, and kernels are slower with
-        them.
-        """
-        if not self._outermost.training or not isinstance(labels, torch.Tensor):
-            return False
-        return not bool(((labels != _IGNORED) & ~is_real[:, : labels.shape[1]]).any())
 
     def _documents(
         self, batch: Mapping[str, Any], has_mask: bool, has_padding: bool, parts: SequenceParts
@@ -556,16 +553,6 @@ def _inputs_of(batch: Mapping[str, Any]) -> str:
     )
 
 
-def _special_tokens(model: Any) -> set[int]:
-    """Returns tokens that stand for something else than a word."""
-    named = vars(model.config).items()
-    return {
-        value
-        for name, value in named
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
-    }
-
-
 def _shifted(labels: torch.Tensor) -> torch.Tensor:
     """Returns the label of each position: the next token; none for the last position."""
     return nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
@@ -577,15 +564,6 @@ def _padded(tensor: torch.Tensor, parts: SequenceParts, filler: Any) -> torch.Te
         return tensor
     rest = tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), filler)
     return torch.cat([tensor, rest], 1)
-
-
-def _padding_of(is_real: torch.Tensor) -> list[bool]:
-    """Returns whether a mask has padding, in front of a row, and in front of some token.
-
-    Three answers with one wait for the device.
-    """
-    goes_on = (is_real[:, 1:] > is_real[:, :-1]).any()
-    return torch.stack([~is_real.all(), ~is_real[:, 0].all(), goes_on]).tolist()
 
 
 def _padded_mask(mask: torch.Tensor, parts: SequenceParts, rules: MaskRules) -> torch.Tensor:

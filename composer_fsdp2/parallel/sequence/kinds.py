@@ -180,7 +180,13 @@ class _HuggingFace(AttentionKind):
         self, model: nn.Module, modules: Mapping[str, Any], attention: str, device: torch.device
     ) -> MaskRules:
         implementation = getattr(modules[attention].config, _IMPLEMENTATION)
-        skips: Any = "without positions" if _embeds_mask(modules) else "never"
+        # Whether an embedding counts positions by the mask, as that of OPT.
+        counts = any(
+            isinstance(module, nn.Embedding)
+            and "attention_mask" in inspect.signature(type(module).forward).parameters
+            for module in modules.values()
+        )
+        skips: Any = "without positions" if counts else "never"
         if implementation == "flash_attention_2":
             # Takes padding out of the batch, and rows apart by `position_ids` where there is none:
             # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_flash_attention_utils.py#L377
@@ -199,7 +205,14 @@ class _HuggingFace(AttentionKind):
         is_eager = implementation == "eager"
         if importlib.util.find_spec("transformers.masking_utils") is not None:
             masks: Any = importlib.import_module("transformers.masking_utils")
-            finds = hasattr(masks, _FINDS_DOCUMENTS) and _masks_get_positions(modules, attention)
+            # Whether the model gives positions to the function that makes its masks:
+            # https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/gpt_oss/modeling_gpt_oss.py
+            around = (m for n, m in modules.items() if attention.startswith(f"{n}." if n else ""))
+            keywords = [names for m in around for names in _keywords_in_forward(m)]
+            calls = [names for names in keywords if {"config", "attention_mask"} <= {*names}]
+            # A model that makes its masks in a method does not show it, and most models do.
+            gives = not calls or any("position_ids" in names for names in calls)
+            finds = hasattr(masks, _FINDS_DOCUMENTS) and gives
             return MaskRules(
                 unseeing="average" if is_eager else "zero",
                 adds_masks=is_eager,
@@ -229,27 +242,6 @@ class _HuggingFace(AttentionKind):
         module.config = copy.copy(module.config)
         setattr(module.config, _IMPLEMENTATION, _NAME)
         module.config.use_cache = False
-
-
-def _masks_get_positions(modules: Mapping[str, Any], attention: str) -> bool:
-    """Says whether a model gives positions to the function that makes its masks.
-
-    Source: https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/gpt_oss/modeling_gpt_oss.py
-    """
-    around = (m for n, m in modules.items() if attention.startswith(f"{n}." if n else ""))
-    keywords = [names for m in around for names in _keywords_in_forward(m)]
-    calls = [names for names in keywords if {"config", "attention_mask"} <= {*names}]
-    # A model that makes its masks in a method does not show it, and most models do.
-    return not calls or any("position_ids" in names for names in calls)
-
-
-def _embeds_mask(modules: Mapping[str, Any]) -> bool:
-    """Says whether an embedding counts positions by the mask, as that of OPT."""
-    return any(
-        isinstance(module, nn.Embedding)
-        and "attention_mask" in inspect.signature(type(module).forward).parameters
-        for module in modules.values()
-    )
 
 
 def _window_in_mask(module: Any) -> int | None:

@@ -78,7 +78,12 @@ def plan_sequences(facts: ModelFacts, spec: SequenceSpec) -> SequencePlan:
         )
     every = dict(facts.tree.modules())
     name = _model_in(every, spec.degree)
-    decoder = _decoder_in(every, name)
+    model: Any = every[name]
+    config, decoder = attribute_of(model, "config"), name
+    # A model for images or sound computes text in a module of its own; others divide as they are.
+    if any(getattr(config, f"{kind}_config", None) for kind in ("vision", "audio")):
+        text_model = model.get_decoder()
+        decoder = next((n for n, module in every.items() if module is text_model), name)
     # What a tower mixes lies in the whole batch, which each rank has.
     modules = every if decoder == name else _below(every, decoder)
     attention = {n: kind for n, m in modules.items() if (kind := kind_of(m)) is not None}
@@ -91,12 +96,22 @@ def plan_sequences(facts: ModelFacts, spec: SequenceSpec) -> SequencePlan:
             f"sequence_parallel has degree {spec.degree}, and {why}. Ranks would compute "
             "another model than one process. Leave sequence_parallel out for this model."
         )
+    around = [n for n in every if f"{decoder}.".startswith(f"{n}." if n else "")]
+    # Modules beside the decoder with layers of their own, such as a tower and a merger.
+    towers = [
+        path
+        for path, module in every.items()
+        if decoder != name
+        and (path not in around and path.rpartition(".")[0] in around)
+        and f"{path}.".startswith(name)
+        and module._modules
+    ]
     tensor, recompute = facts.settings.tensor_parallel, facts.settings.activation_checkpointing
     tensor_degree = 1 if tensor is None else tensor.degree
     return SequencePlan(
         model=name,
         decoder=decoder,
-        towers=tuple(_towers(every, name, decoder)),
+        towers=tuple(towers),
         attention=attention,
         degree=spec.degree,
         tensor_degree=tensor_degree,
@@ -184,28 +199,8 @@ def _model_in(modules: dict[str, nn.Module], degree: int) -> str:
     return models[0]
 
 
-def _decoder_in(modules: Mapping[str, Any], name: str) -> str:
-    """The module that computes text in a model for images or sound; others divide as they are."""
-    model = modules[name]
-    config = attribute_of(model, "config")
-    if not any(getattr(config, f"{kind}_config", None) for kind in ("vision", "audio")):
-        return name
-    decoder = model.get_decoder()
-    return next((n for n, module in modules.items() if module is decoder), name)
-
-
 def _below(modules: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {n: m for n, m in modules.items() if n == name or n.startswith(f"{name}.")}
-
-
-def _towers(modules: Mapping[str, Any], name: str, decoder: str) -> Iterator[str]:
-    """Yields modules beside the decoder with layers of their own, such as a tower and a merger."""
-    around = [n for n in modules if f"{decoder}.".startswith(f"{n}." if n else "")]
-    for path, module in modules.items():
-        parent = path.rpartition(".")[0]
-        beside = path not in around and parent in around and f"{path}.".startswith(name)
-        if decoder != name and beside and isinstance(module, nn.Module) and module._modules:
-            yield path
 
 
 _POSITIONS = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}

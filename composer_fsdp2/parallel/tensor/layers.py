@@ -107,7 +107,6 @@ def plan_layers(
                 "an expert beside expert_parallel, where each expert is whole on its ranks. It "
                 "would have no effect. Take experts out of the layer_plan."
             )
-    _check_weights(search)
     _find_cuts(search)
     _leave_heads_whole(search)
     if not search.cuts:
@@ -132,8 +131,7 @@ def plan_layers(
                 search.adapter_parts.add(child_name(name, child))
             else:
                 search.cuts[child_name(name, child)] = cut
-    _check_between(search)
-    _check_sizes(search)
+    _check_cuts(search)
     return LayerPlan(
         degree=spec.degree,
         cuts={name: search.cuts[name] for name in search.modules if name in search.cuts},
@@ -165,9 +163,11 @@ def _written_styles(tree: ModuleTree, spec: TensorSpec) -> dict[str, str]:
     return styles
 
 
-def _check_weights(search: _Search) -> None:
-    for name, module in search.modules.items():
-        if is_linear(module) and search.styles.get(name) != "whole" and not has_weight(module):
+def _find_cuts(search: _Search) -> None:
+    """Fills in the cuts, in the order of [Note: which plan], the weakest first."""
+    linear = [name for name, module in search.modules.items() if is_linear(module)]
+    for name in linear:
+        if search.styles.get(name) != "whole" and not has_weight(search.modules[name]):
             raise PlanError(
                 f"The weight of '{name}' is computed from other parameters in every forward, as "
                 "weight_norm and spectral_norm do. Tensor parallelism divides a weight once, and "
@@ -175,15 +175,11 @@ def _check_weights(search: _Search) -> None:
                 f"whole in tensor_parallel.layer_plan ({{'{name}': whole}}), or leave one of the "
                 "two out."
             )
-
-
-def _find_cuts(search: _Search) -> None:
-    """Fills in the cuts, in the order of [Note: which plan], the weakest first."""
-    for name, style in _styles_of_model(search).items():
-        # Norms and the like have styles too, which a rank computes whole.
-        if (cut := _STYLES[style]) is not None and is_linear(search.modules[name]):
-            search.cuts[name] = cut
-    linear = [name for name, module in search.modules.items() if is_linear(module)]
+    # Norms and the like have styles too, which a rank computes whole.
+    styled = ((name, _STYLES[style]) for name, style in _styles_of_model(search).items())
+    search.cuts.update(
+        (name, cut) for name, cut in styled if cut is not None and is_linear(search.modules[name])
+    )
     for name, module in search.modules.items():
         start = f"{name}."
         inside = [n for n in linear if n.startswith(start)] if search.styles else []
@@ -191,7 +187,15 @@ def _find_cuts(search: _Search) -> None:
         if not kept_whole and (block := known_layers(name, module)) is not None:
             search.blocks[name] = block
             search.cuts.update({child_name(name, child): cut for child, cut in block.cuts.items()})
-            _add_norms(search, name, module, block)
+            # Norms of single heads: weights are replicated, gradients those of the rank's heads.
+            norms = (
+                child
+                for child, part in module._modules.items()
+                if part is not None and child not in block.cuts and block.head_size is not None
+                if (params := list(part.parameters())) and not part._modules
+                if all(param.shape == (block.head_size,) for param in params)
+            )
+            search.cuts.update((child_name(name, child), Cut(kind="norm")) for child in norms)
         elif name.rpartition(".")[2] == "lm_head" and name in linear:
             search.cuts.setdefault(name, Cut(kind="columns", gathers=True))
     for name, style in search.styles.items():
@@ -200,16 +204,6 @@ def _find_cuts(search: _Search) -> None:
             search.cuts.pop(name, None)
         elif current is None or (current.kind, current.gathers) != (cut.kind, cut.gathers):
             search.cuts[name] = cut  # without the blocks that a known cut has
-
-
-def _add_norms(search: _Search, name: str, module: nn.Module, block: KnownBlock) -> None:
-    """Adds norms of single heads: weights are replicated, gradients those of the rank's heads."""
-    for child, part in module._modules.items():
-        if part is None or child in block.cuts or block.head_size is None:
-            continue
-        params = list(part.parameters())
-        if params and not part._modules and all(p.shape == (block.head_size,) for p in params):
-            search.cuts[child_name(name, child)] = Cut(kind="norm")
 
 
 def _styles_of_model(search: _Search) -> dict[str, str]:
@@ -280,7 +274,13 @@ def _leave_heads_whole(search: _Search) -> None:
             and not is_adapted(module)
             and sizes_of_linear(module)[1] % search.spec.degree == 0
         )
-        if fits and all(_is_plain_embedding(search.modules[other]) for other in others):
+        # The lookup of a rank's own words knows plain ones alone: see `_look_up_own_rows`.
+        if fits and all(
+            type(embedding) is nn.Embedding
+            and not (embedding.scale_grad_by_freq or embedding.sparse)
+            and (embedding.padding_idx, embedding.max_norm) == (None, None)
+            for embedding in map(search.modules.__getitem__, others)
+        ):
             search.cuts.update(dict.fromkeys(others, Cut(kind="embedding")))
         else:
             del search.cuts[name]
@@ -299,13 +299,6 @@ def _leave_heads_whole(search: _Search) -> None:
                 "would divide it differently in each place. That would untie them. Keep their "
                 "layers whole in tensor_parallel.layer_plan."
             )
-
-
-def _is_plain_embedding(module: nn.Module) -> bool:
-    # The lookup of a rank's own words knows none of these: see `_look_up_own_rows`.
-    if type(module) is not nn.Embedding or module.scale_grad_by_freq or module.sparse:
-        return False
-    return module.padding_idx is None and module.max_norm is None
 
 
 def _check_blocks(search: _Search) -> None:
@@ -345,8 +338,8 @@ def _check_blocks(search: _Search) -> None:
         )
 
 
-def _check_between(search: _Search) -> None:
-    """Refuses unknown parts between divided layers, which see one rank's part."""
+def _check_cuts(search: _Search) -> None:
+    """Refuses unknown parts between divided layers, and sizes that ranks cannot share."""
     kinds_of: dict[str, set[str]] = {}
     for name, cut in search.cuts.items():
         if cut.kind in ("columns", "rows") and not cut.gathers:
@@ -372,15 +365,12 @@ def _check_between(search: _Search) -> None:
                 "gradient might be a part as well. Put the divided layers into a module of their "
                 "own, or keep them whole in tensor_parallel.layer_plan."
             )
-
-
-def _check_sizes(search: _Search) -> None:
     degree = search.spec.degree
     for name, cut in search.cuts.items():
         if cut.kind in ("norm", "embedding"):
             continue
-        inside, outside = sizes_of_linear(search.modules[name])
-        for size in cut.blocks or (inside if cut.kind == "rows" else outside,):
+        size_in, size_out = sizes_of_linear(search.modules[name])
+        for size in cut.blocks or (size_in if cut.kind == "rows" else size_out,):
             if size % degree:
                 raise PlanError(
                     f"'{name}' is divided by {cut.kind}, and its size {size} is not divisible by "

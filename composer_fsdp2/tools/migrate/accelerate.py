@@ -228,27 +228,6 @@ _FP8 = {
 """settings of a switch; `join_fp8` puts the details of other keys in it"""
 
 
-def _gather_rows(key: str) -> tuple[Row, ...]:
-    """Returns the rows of a key that sends weights in fp8."""
-    return (
-        Row(key, NOT_NEEDED, "off is the default", OFF),
-        Row(key, CONVERTED, "`fp8.all_gather`", ON, {"fp8": {"all_gather": True}}),
-    )
-
-
-def _backend_rows(key: str) -> tuple[Row, ...]:
-    """Returns the rows of a key that names a library for fp8."""
-    return (
-        Row(key, NOT_NEEDED, "torchao, as here", ("AO", "torchao")),
-        Row(
-            key,
-            CHANGES,
-            "torchao multiplies in fp8 here; another library scales otherwise",
-            ("TE", "MSAMP", "MS-AMP", "AUTO", None),
-        ),
-    )
-
-
 TOP_ROWS = (
     *(
         Row(
@@ -296,8 +275,26 @@ TOP_ROWS = (
         row
         for start in ("", "fp8_")
         for row in (
-            *_backend_rows(f"fp8_config.{start}backend"),
-            *_gather_rows(f"fp8_config.{start}enable_fsdp_float8_all_gather"),
+            Row(f"fp8_config.{start}backend", NOT_NEEDED, "torchao, as here", ("AO", "torchao")),
+            Row(
+                f"fp8_config.{start}backend",
+                CHANGES,
+                "torchao multiplies in fp8 here; another library scales otherwise",
+                ("TE", "MSAMP", "MS-AMP", "AUTO", None),
+            ),
+            Row(
+                f"fp8_config.{start}enable_fsdp_float8_all_gather",
+                NOT_NEEDED,
+                "off is the default",
+                OFF,
+            ),
+            Row(
+                f"fp8_config.{start}enable_fsdp_float8_all_gather",
+                CONVERTED,
+                "`fp8.all_gather`",
+                ON,
+                {"fp8": {"all_gather": True}},
+            ),
             *(
                 Row(f"fp8_config.{start}{name}", NOT_NEEDED, "torchao pads and scales by itself")
                 for name in (
@@ -421,6 +418,13 @@ def ignore_degrees(context: Context) -> None:
             entry.become(NOT_NEEDED, "use_parallelism_config is false: it is not read")
 
 
+_VERSION1_ALONE = {
+    "sharding_strategy": "`fsdp_reshard_after_forward`, true by default, says when units are freed",
+    "use_orig_params": "FSDP2 keeps every parameter apart",
+    "sync_module_states": "every rank starts from rank 0's weights",
+}
+
+
 def finish_fsdp(context: Context, trainer: str = "Accelerate") -> bool:
     """Resolves copies per node and settings of two keys; writes out defaults.
 
@@ -433,13 +437,29 @@ def finish_fsdp(context: Context, trainer: str = "Accelerate") -> bool:
     """
     entries = context.entries
     version2 = any(str(context.value(key)) == "2" for key in ("config.version", "fsdp_version"))
-    if version2:
-        _ignore_version1(context)
+    # Version 2 of Accelerate ignores what version 1 alone reads, and refuses its words.
+    for key, instead in _VERSION1_ALONE.items() if version2 else ():
+        if entry := entries.get(f"config.{key}"):
+            entry.become(NOT_NEEDED, f"Accelerate ignores it with fsdp_version: 2; {instead}")
+    reshard = entries.get("config.reshard_after_forward")
+    if version2 and reshard and reshard.value not in (*OFF, *ON):
+        reshard.decide(
+            "with fsdp_version: 2 it is true or false, and Accelerate refuses it",
+            f"{reshard.key}=true",
+            f"{reshard.key}=false",
+        )
     has_degree = any(key.startswith(f"degrees.{_SIZE}") for key in entries)
     for strategy in (entries.get(f"config.{key}") for key in _STRATEGY_KEYS):
         if strategy and strategy.reason.startswith("one copy per node") and not has_degree:
             per_node(context, strategy, "FULL_SHARD")
-    _count_shards(context)
+    # Accelerate counts ranks that divide a sequence apart from those that hold shards:
+    # `dp_shard_size` 2 beside `cp_size` 4 are 8 shards.
+    divided = [e.settings for e in entries.values() if "sequence_parallel" in e.settings]
+    shards = entries.get(f"degrees.{_SIZE}_shard_size")
+    if divided and shards and SHARD in shards.settings:
+        degree = divided[0]["sequence_parallel"]["degree"]
+        reason = f"`{SHARD}`; the {degree} ranks of a sequence hold shards too, and count here"
+        shards.become(CONVERTED, reason, **{SHARD: shards.settings[SHARD] * degree})
     join_fp8(context)
     precision = entries.get("mixed_precision")
     dtypes = precision.becomes.get("mixed_precision") if precision else None
@@ -454,44 +474,6 @@ def finish_fsdp(context: Context, trainer: str = "Accelerate") -> bool:
             state_dict_type="sharded" if is_sharded else "full",
         )
     return version2
-
-
-def _count_shards(context: Context) -> None:
-    """Counts ranks that divide a sequence among those that hold shards.
-
-    Accelerate counts them apart: `dp_shard_size` 2 beside `cp_size` 4 are 8 shards.
-    """
-    entries = context.entries.values()
-    degrees = [
-        e.settings["sequence_parallel"]["degree"]
-        for e in entries
-        if "sequence_parallel" in e.settings
-    ]
-    shards = context.entries.get(f"degrees.{_SIZE}_shard_size")
-    if degrees and shards and SHARD in shards.settings:
-        reason = f"`{SHARD}`; the {degrees[0]} ranks of a sequence hold shards too, and count here"
-        shards.become(CONVERTED, reason, **{SHARD: shards.settings[SHARD] * degrees[0]})
-
-
-_VERSION1_ALONE = {
-    "sharding_strategy": "`fsdp_reshard_after_forward`, true by default, says when units are freed",
-    "use_orig_params": "FSDP2 keeps every parameter apart",
-    "sync_module_states": "every rank starts from rank 0's weights",
-}
-
-
-def _ignore_version1(context: Context) -> None:
-    """Drops keys that Accelerate reads in version 1 alone, and refuses their words in version 2."""
-    for key, instead in _VERSION1_ALONE.items():
-        if entry := context.entries.get(f"config.{key}"):
-            entry.become(NOT_NEEDED, f"Accelerate ignores it with fsdp_version: 2; {instead}")
-    entry = context.entries.get("config.reshard_after_forward")
-    if entry and entry.value not in (*OFF, *ON):
-        entry.decide(
-            "with fsdp_version: 2 it is true or false, and Accelerate refuses it",
-            f"{entry.key}=true",
-            f"{entry.key}=false",
-        )
 
 
 def per_node(context: Context, strategy: Entry, without: str) -> None:

@@ -228,7 +228,19 @@ def _finish(context: Context) -> None:
     version2 = finish_fsdp(context, trainer)
     words, switch = entries.get("fsdp"), entries.get("config.offload_params")
     if words and version2:
-        _ignore_strategy(context, words)
+        # Version 2 reads `reshard_after_forward` instead of the words of a strategy.
+        if words.status is CHANGES:
+            words.status, words.reason = CONVERTED, "with version 2 blocks are units, as here"
+        named = [word for word in _strategies(words.value) if word != "full_shard"]
+        if "config.reshard_after_forward" in entries:
+            words.becomes = {k: v for k, v in words.becomes.items() if k == "cpu_offload"}
+            words.reason += "; with version 2 `reshard_after_forward` says when units are freed"
+        elif named and not words.is_open:
+            words.decide(
+                f"with version 2 `{named[0]}` says nothing, and `reshard_after_forward` is missing",
+                f"{words.key}=full_shard auto_wrap",
+                "write reshard_after_forward in fsdp_config: true frees units after forward",
+            )
     elif words and any(word.startswith("hybrid") for word in _words(words.value)):
         per_node(context, words, "full_shard")
     if words and switch and switch.value in (False, "false") and "cpu_offload" in words.becomes:
@@ -259,22 +271,6 @@ def _finish_experts(entries: Mapping[str, Entry]) -> None:
         if shards and is_size(shards.value):
             both = shards.value * tensor.value
             shards.become(CONVERTED, "the ranks of `tp_size` hold shards too", **{SHARD: both})
-
-
-def _ignore_strategy(context: Context, words: Entry) -> None:
-    """Drops the words of a strategy: version 2 reads `reshard_after_forward` instead."""
-    if words.status is CHANGES:
-        words.status, words.reason = CONVERTED, "with version 2 blocks are units, as here"
-    named = [word for word in _strategies(words.value) if word != "full_shard"]
-    if "config.reshard_after_forward" in context.entries:
-        words.becomes = {k: v for k, v in words.becomes.items() if k == "cpu_offload"}
-        words.reason += "; with version 2 `reshard_after_forward` says when units are freed"
-    elif named and not words.is_open:
-        words.decide(
-            f"with version 2 `{named[0]}` says nothing, and `reshard_after_forward` is missing",
-            f"{words.key}=full_shard auto_wrap",
-            "write reshard_after_forward in fsdp_config: true frees units after forward",
-        )
 
 
 TRAINING_ARGUMENTS = Dialect(

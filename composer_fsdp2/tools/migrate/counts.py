@@ -111,15 +111,17 @@ def _written(name: str, unit: str = "") -> Callable[[Any], dict[str, Any]]:
     return lambda value: {name: f"{int(value)}{unit}" if unit else value}
 
 
-def _part(name: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {name: f"{value}dur"}
-
-
 def _interval(name: str) -> tuple[Row, ...]:
     """Returns the rows of a number of steps, or of a part of all steps, between two events."""
     return (
         Row("", RENAMED, f"`{name}`", _is_whole, trainer=_written(name, "ba")),
-        Row("", RENAMED, f"`{name}`, as a part of all steps", _is_part, trainer=_part(name)),
+        Row(
+            "",
+            RENAMED,
+            f"`{name}`, as a part of all steps",
+            _is_part,
+            trainer=lambda value: {name: f"{value}dur"},
+        ),
     )
 
 
@@ -400,7 +402,15 @@ def finish_counts(
             values[counted] = value
         if key in context.entries:
             entries[counted] = context.entries[key]
-    _settle(entries, is_saved=values.get("saved") not in ("no", False))
+    is_saved = values.get("saved") not in ("no", False)
+    # What a key says goes where another one has the last word.
+    pairs = [("steps", "epochs"), ("saved", "saves"), ("evaluation", "evaluates")]
+    pairs += [] if is_saved else [("saved", "saves"), ("saved", "folder")]
+    for first, second in pairs:
+        last, other = entries.get(first), entries.get(second)
+        if last and other and other.beside and (last.beside or not is_saved):
+            other.beside.clear()
+            other.become(NOT_NEEDED, f"`{last.path[-1]}: {last.value}` has the last word")
     if "folder" in values and "saves" not in values and values.get("saved", "steps") == "steps":
         add_beside(context, DEFAULT_WRITTEN, save_interval="500ba")
     if "batch" not in values:
@@ -424,7 +434,14 @@ def _add_scheduler(
         params = of_deepspeed.value.get("params") or {}
         steps = params.get("warmup_num_steps", "auto")
         word = str(of_deepspeed.value.get("type"))
-        name = _DEEPSPEED_SCHEDULES.get(word) if _is_from_zero(params, values) else None
+        highest = params.get("warmup_max_lr", "auto")
+        # DeepSpeed's rate rises from 0 to the trainer's, in a number of steps.
+        is_from_zero = (
+            params.get("warmup_min_lr", "auto") in ("auto", 0)
+            and (highest == "auto" or highest == values.get("rate"))
+            and (steps == "auto" or steps == 0 or is_count(steps))
+        )
+        name = _DEEPSPEED_SCHEDULES.get(word) if is_from_zero else None
         warmup = warmup if steps == "auto" else steps
         unread = ("schedule",) if name and steps == "auto" else ("schedule", *_WARMUPS)
         reason = f"`{of_deepspeed.key}` has the last word"
@@ -447,18 +464,6 @@ def _add_scheduler(
         add_beside(context, reason, scheduler=block)
 
 
-def _is_from_zero(params: Any, values: Mapping[str, Any]) -> bool:
-    """Says whether DeepSpeed's rate rises from 0 to the trainer's, in a number of steps."""
-    if not isinstance(params, Mapping):
-        return False
-    steps, highest = (params.get(f"warmup_{name}", "auto") for name in ("num_steps", "max_lr"))
-    return (
-        params.get("warmup_min_lr", "auto") in ("auto", 0)
-        and (highest == "auto" or highest == values.get("rate"))
-        and (steps == "auto" or steps == 0 or is_count(steps))
-    )
-
-
 def add_beside(context: Context, reason: str, **beside: Any) -> None:
     """Adds keys of LLM Foundry beside the settings of FSDP2."""
     path = (*context.site.parent, ", ".join(beside))
@@ -468,17 +473,6 @@ def add_beside(context: Context, reason: str, **beside: Any) -> None:
 def _tell(context: Context, setting: str, value: str, reason: str) -> None:
     """Says what to write where the file does not say enough to write it."""
     context.added.append(Entry((*context.site.parent, setting), value, CHANGES, reason))
-
-
-def _settle(entries: Mapping[str, Entry], *, is_saved: bool) -> None:
-    """Takes out what a key says where another one has the last word."""
-    pairs = [("steps", "epochs"), ("saved", "saves"), ("evaluation", "evaluates")]
-    pairs += [] if is_saved else [("saved", "saves"), ("saved", "folder")]
-    for first, second in pairs:
-        last, other = entries.get(first), entries.get(second)
-        if last and other and other.beside and (last.beside or not is_saved):
-            other.beside.clear()
-            other.become(NOT_NEEDED, f"`{last.path[-1]}: {last.value}` has the last word")
 
 
 def _add_batch(context: Context, values: Mapping[str, Any], ranks: int | None) -> None:

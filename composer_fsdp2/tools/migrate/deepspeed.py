@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from composer_fsdp2.tools.migrate.counts import (
@@ -77,10 +77,6 @@ def _is_pinned(value: Any) -> bool:
     return not isinstance(value, Mapping) or value.get("pin_memory", False)
 
 
-def _cpu_offload(value: Any) -> dict[str, Any]:
-    return {"cpu_offload": True if _is_pinned(value) else {"pin_memory": False}}
-
-
 STATE_MOVES = (
     "the optimizer's state is in CPU memory between steps; master weights stay on the GPU, where "
     "the optimizer steps, and DeepSpeed steps on the CPU"
@@ -88,7 +84,9 @@ STATE_MOVES = (
 ALL_MOVES = "`cpu_offload` keeps parameters, gradients and optimizer state in CPU memory together"
 
 
-def _offload(name: str, reason: str, settings: Any) -> tuple[Row, ...]:
+def _offload(
+    name: str, reason: str, settings: Mapping[str, Any] | Callable[[Any], dict[str, Any]]
+) -> tuple[Row, ...]:
     key = f"{_ZERO}.{name}"
     return (
         Row(key, NOT_NEEDED, "none is what FSDP2 does", _is_nowhere),
@@ -194,7 +192,11 @@ _ROWS = (
     *(
         row
         for name in ("offload_param", "cpu_offload_params", "cpu_offload_param")
-        for row in _offload(name, ALL_MOVES, _cpu_offload)
+        for row in _offload(
+            name,
+            ALL_MOVES,
+            lambda value: {"cpu_offload": True if _is_pinned(value) else {"pin_memory": False}},
+        )
     ),
     *(
         row

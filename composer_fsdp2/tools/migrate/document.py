@@ -118,11 +118,17 @@ class Document:
         edits: list[tuple[int, int, list[str]]] = []
         for site, entries in results:
             parent = self._node(site.parent)
-            spans = [
-                (key, *self._span(key, value))
-                for key, value in ([] if parent is None else parent.value)
-                if str(key.value) in site.keys
-            ]
+            spans: list[tuple[Any, int, int]] = []
+            pairs = [] if parent is None else parent.value
+            for key, value in ((k, v) for k, v in pairs if str(k.value) in site.keys):
+                # Of the key and its value, without remarks behind them. An alias has its anchor's
+                # marks, which lie before the key. A block ends at the next key.
+                end = value.end_mark if key.end_mark.index < value.end_mark.index else key.end_mark
+                line = "".join(self.lines[end.line : end.line + 1])
+                start, stop = key.start_mark.line, end.line + bool(line[: end.column].strip())
+                while stop - 1 > start and _is_remark(self.lines[stop - 1]):
+                    stop -= 1
+                spans.append((key, start, stop))
             if parent is None or parent.flow_style or not spans:
                 raise ConfigError(
                     f"'{'.'.join(site.parent) or self.name}' is written in braces, by an alias or "
@@ -194,16 +200,6 @@ class Document:
         node = self.pairs[path][1] if path in self.pairs else None if path else self.root
         return node if isinstance(node, MappingNode) else None
 
-    def _span(self, key: Any, value: Any) -> tuple[int, int]:
-        """Returns the lines of a key and its value, without remarks behind them."""
-        # An alias has its anchor's marks, which lie before the key. A block ends at the next key.
-        end = max(key.end_mark, value.end_mark, key=lambda mark: mark.index)
-        line = "".join(self.lines[end.line : end.line + 1])
-        start, stop = key.start_mark.line, end.line + bool(line[: end.column].strip())
-        while stop - 1 > start and _is_remark(self.lines[stop - 1]):
-            stop -= 1
-        return start, stop
-
     def _block(
         self, site: Site, spans: list[tuple[Any, int, int]], entries: list[Entry]
     ) -> list[str]:
@@ -221,7 +217,17 @@ class Document:
                 line = pairs[-1][0].start_mark.line
                 starting.setdefault(line if start <= line < end else start, []).append(entry)
             for number in range(start, end):
-                body += self._line(number, inner, starting.get(number, []))
+                text, found = self.lines[number], starting.get(number, [])
+                if _is_remark(text):
+                    body.append(inner + text.strip() if text.strip() else "")
+                    continue
+                lines = [line for entry in found for line in self._written(entry, inner)]
+                comment = _NO_COMMENT.sub("", text, count=1).rstrip()
+                if comment and len(lines) == 1:
+                    lines = [f"{lines[0]}  {comment}"]
+                elif comment:
+                    lines.insert(0, inner + comment)
+                body += lines
         added = [entry for entry in entries if entry.status is ADDED]
         body += [line for entry in added for line in self._written(entry, inner)]
         if all(map(_is_remark, body)):
@@ -229,17 +235,6 @@ class Document:
         beside = {key: value for entry in entries for key, value in entry.beside.items()}
         written = [" " * indent + line for line in dump(beside).splitlines() if beside]
         return block + body + written
-
-    def _line(self, number: int, indent: str, entries: list[Entry]) -> list[str]:
-        """Returns what a line of a replaced key becomes, with its comment."""
-        text = self.lines[number]
-        if _is_remark(text):
-            return [indent + text.strip() if text.strip() else ""]
-        written = [line for entry in entries for line in self._written(entry, indent)]
-        comment = _NO_COMMENT.sub("", text, count=1).rstrip()
-        if comment and len(written) == 1:
-            return [f"{written[0]}  {comment}"]
-        return [indent + comment, *written] if comment else written
 
     def _written(self, entry: Entry, indent: str) -> list[str]:
         lines = [_note(entry)] if entry.is_open else []

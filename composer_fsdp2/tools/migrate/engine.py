@@ -143,9 +143,7 @@ def migrate(
             f"effect.{hint} Write a key of the report, or fsdp2.NAME for a setting of the new file."
         )
     written = (_BYTE_ORDER_MARK if mark else "") + (text if new is document else new.text)
-    remarks = _remarks(results)
-    if sites and spoken.name not in OF_RUNS:
-        remarks += _lacking(new.data, sites)
+    remarks = _remarks(results, new.data, is_run=spoken.name in OF_RUNS)
     return Report(spoken.name, spoken.title, tuple(entries), written, remarks)
 
 
@@ -499,8 +497,16 @@ def _resolve(document: Document) -> dict[str, Any]:
     return resolved((), data)
 
 
-def _remarks(results: Sequence[tuple[Site, list[Entry]]]) -> tuple[str, ...]:
-    """Says where the new settings have to go if they are not where LLM Foundry reads them."""
+def _remarks(
+    results: Sequence[tuple[Site, list[Entry]]], data: Mapping[str, Any], *, is_run: bool
+) -> tuple[str, ...]:
+    """Says where settings go that are not where LLM Foundry reads them, and what a run lacks.
+
+    Args:
+        results: sites with their entries.
+        data: of the new file.
+        is_run: whether the file is a run of LLM Foundry.
+    """
     target, remarks = ".".join(Site((), {}).wrapper), list[str]()
     for site, entries in results:
         site_path = ".".join((*site.parent, *site.wrapper))
@@ -512,17 +518,12 @@ def _remarks(results: Sequence[tuple[Site, list[Entry]]]) -> tuple[str, ...]:
             f"The new settings stand at '{site_path}'{with_them}. LLM Foundry and `composer-fsdp2 "
             f"train` read '{target}' at the top of a run: move them there."
         )
-    return tuple(remarks)
-
-
-def _lacking(data: Mapping[str, Any], sites: Sequence[Site]) -> tuple[str, ...]:
-    """Says which keys a run of LLM Foundry needs beside those of a file of another trainer."""
-    present = {*data, *(key for site in sites for key in value_at(data, site.parent) or ())}
+    present = {*data, *(key for site, _ in results for key in value_at(data, site.parent) or ())}
     lacking = [f"`{key}: {value}`" for key, value in NEEDED.items() if key not in present]
-    if not lacking:
-        return ()
-    return (
-        f"A run of LLM Foundry needs what this file does not say: write {', '.join(lacking)}. Keys "
-        "of the old trainer that are left as written belong under `variables`, or go. "
-        "`composer-fsdp2 doctor` says whether the run is complete.",
-    )
+    if results and lacking and not is_run:
+        remarks.append(
+            f"A run of LLM Foundry needs what this file does not say: write {', '.join(lacking)}. "
+            "Keys of the old trainer that are left as written belong under `variables`, or go. "
+            "`composer-fsdp2 doctor` says whether the run is complete."
+        )
+    return tuple(remarks)

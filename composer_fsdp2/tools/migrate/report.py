@@ -83,7 +83,11 @@ class Row:
         """Whether the row speaks of this value."""
         if callable(self.when):
             return bool(self.when(value))
-        return self.when is None or any(_same(value, choice) for choice in self.when)
+        if self.when is None:
+            return True
+        if isinstance(value, str):
+            return any(isinstance(c, str) and value.upper() == c.upper() for c in self.when)
+        return any(type(value) is type(choice) and value == choice for choice in self.when)
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -94,12 +98,6 @@ class Row:
 def settings_for(settings: Mapping[str, Any] | Convert, value: Any) -> dict[str, Any]:
     """Returns what a row says of a value; a copy, because entries are changed afterwards."""
     return deepcopy(dict(settings(value) if callable(settings) else settings))
-
-
-def _same(value: Any, choice: Any) -> bool:
-    if isinstance(value, str) and isinstance(choice, str):
-        return value.upper() == choice.upper()
-    return type(value) is type(choice) and value == choice
 
 
 @dataclass(slots=True)

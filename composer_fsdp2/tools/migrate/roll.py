@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,7 @@ def _is_dtype(value: Any) -> bool:
     return isinstance(value, str) and _dtype(value) in DTYPES
 
 
-def _dtype_row(key: str, name: str, trainer: Any = None) -> Row:
+def _dtype_row(key: str, name: str, trainer: Callable[[Any], dict[str, Any]] | None = None) -> Row:
     """Returns the row of one dtype of `mixed_precision`."""
     return Row(
         key,
@@ -65,11 +65,11 @@ def _dtype_row(key: str, name: str, trainer: Any = None) -> Row:
     )
 
 
-def _precision(value: Any) -> dict[str, Any]:
-    """Returns the precision of ROLL's autocast, which is its `param_dtype`; bf16 is the default."""
-    names = {"torch.float16": "amp_fp16", "torch.float32": "fp32"}
-    name = names.get(str(DTYPES[_dtype(value)]))
-    return {"precision": name} if name else {}
+_AUTOCAST: Mapping[str, dict[str, Any]] = {
+    "torch.float16": {"precision": "amp_fp16"},
+    "torch.float32": {"precision": "fp32"},
+}
+"""of ROLL, whose dtype is its `param_dtype`; bf16 is the default"""
 
 
 def _is_everyone(value: Any) -> bool:
@@ -86,7 +86,11 @@ _ROWS = (
         lambda value: {SHARD: value, REPLICATE: -1},
     ),
     Row("fsdp_size", NOT_NEEDED, "1 or less is all ranks, the default", _is_everyone),
-    _dtype_row("param_dtype", "param_dtype", _precision),
+    _dtype_row(
+        "param_dtype",
+        "param_dtype",
+        lambda value: _AUTOCAST.get(str(DTYPES[_dtype(value)]), {}),
+    ),
     _dtype_row("reduce_dtype", "reduce_dtype"),
     Row(
         "async_save_ckpt",
@@ -253,20 +257,16 @@ def _finish_experts(context: Context) -> None:
     patch.become(CONVERTED, reason, unused_parameters=False)
 
 
-def _ranks(context: Context) -> int | None:
-    """Returns the number of GPUs that the role is given."""
-    device_mapping = context.around("device_mapping")[1]
-    if isinstance(device_mapping, list):
-        return len(device_mapping)
-    numbers = re.fullmatch(
-        r"list\(range\((?:(\d+),)?(\d+)\)\)", str(device_mapping).replace(" ", "")
-    )
-    return int(numbers[2]) - int(numbers[1] or 0) if numbers else None
-
-
 def _finish(context: Context) -> None:
     _finish_experts(context)
-    finish_counts(context, COUNTS, _ranks(context), around=True)
+    # The ranks are the GPUs that the role is given.
+    ranks, device_mapping = None, context.around("device_mapping")[1]
+    range_text = str(device_mapping).replace(" ", "")
+    if isinstance(device_mapping, list):
+        ranks = len(device_mapping)
+    elif numbers := re.fullmatch(r"list\(range\((?:(\d+),)?(\d+)\)\)", range_text):
+        ranks = int(numbers[2]) - int(numbers[1] or 0)
+    finish_counts(context, COUNTS, ranks, around=True)
     if context.value("async_save_ckpt") is None:
         context.add("ROLL saves beside training unless a file says otherwise", async_save=True)
     tiled, shards = context.entries.get("apply_tiled_mlp"), context.value("tiled_num_shards")
@@ -280,25 +280,24 @@ def _finish(context: Context) -> None:
         context.add("the default of ROLL, written out", mixed_precision=missing)
 
 
-def _moved_rows(around: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Returns rows that say of `Dialect.around` what became of the keys, which stay."""
-    written = "written beside the sharding of this model: {}; remove it here"
-    options = ("write another value", "remove it")
-    return tuple(
-        Row(f"*.{row.key}", CONVERTED, written.format(row.reason), row.when)
-        if row.settings or row.trainer
-        else replace(row, key=f"*.{row.key}", options=options if row.options else ())
-        for row in around
-    )
-
-
+_MOVED = "written beside the sharding of this model: {}; remove it here"
 ROLL = Dialect(
     "roll",
     "ROLL with FSDP2",
     _site,
     _ROWS,
     (
-        *_moved_rows(_AROUND),
+        # What became of keys around, which stay.
+        *(
+            Row(f"*.{row.key}", CONVERTED, _MOVED.format(row.reason), row.when)
+            if row.settings or row.trainer
+            else replace(
+                row,
+                key=f"*.{row.key}",
+                options=("write another value", "remove it") if row.options else (),
+            )
+            for row in _AROUND
+        ),
         Row(
             "*.strategy_name",
             UNSUPPORTED,

@@ -11,6 +11,7 @@ for the duration of the load.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -499,7 +500,18 @@ class _FullLoad(_Load):
                 optimizers[name] = lion_as_text(optimizers[name])
         self.check_groups(groups)
         self.check_names(target)
-        _unalias(optimizers, every=self.state.fsdp_config is None)
+        # FSDP1 with flat parameters saves one `step` under many names; loaded as it is, every
+        # parameter would count all of them up. All tensors leave the file for an unsharded
+        # optimizer, which keeps what it is given.
+        every, seen = self.state.fsdp_config is None, set[int]()
+        all_states = [optimizer.get("state", {}).values() for optimizer in optimizers.values()]
+        for own_state in itertools.chain.from_iterable(all_states):
+            for key, value in own_state.items():
+                if isinstance(value, torch.Tensor):
+                    address = value.untyped_storage().data_ptr()
+                    if every or address in seen or value.ndim == 0:
+                        own_state[key] = value.clone()
+                    seen.add(address)
         _rename_scaler(values["state"], self.scaler)
         return values
 
@@ -539,27 +551,6 @@ def _groups_of(state: State, name: str) -> list[dict[str, Any]]:
         {**group, "params": [names[id(param)] for param in group["params"]]}
         for group in optimizer.param_groups
     ]
-
-
-def _unalias(optimizers: Mapping[str, Any], *, every: bool) -> None:
-    """Gives every parameter its own state.
-
-    FSDP1 with flat parameters saves one `step` under many names; loaded as it is, every parameter
-    would count all of them up.
-
-    Args:
-        optimizers: as in the file, changed in place.
-        every: whether all tensors leave the file: an unsharded optimizer keeps what it is given.
-    """
-    seen: set[int] = set()
-    for optimizer in optimizers.values():
-        for state in optimizer.get("state", {}).values():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    address = value.untyped_storage().data_ptr()
-                    if every or address in seen or value.ndim == 0:
-                        state[key] = value.clone()
-                    seen.add(address)
 
 
 def _divided(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -296,18 +296,10 @@ def make_save_folder(
         uploader is not None or any(item.can_upload_files() for item in logger.destinations)
     )
     config: Any = state.fsdp_config
-    if config.state_dict_type == "sharded" and not uploads:
-        _check_one_folder(folder)
-
-
-def _check_one_folder(folder: Path) -> None:
-    """Refuses ranks that would save the parts of a checkpoint into different folders.
-
-    Collective: yes. A name that nobody has asked for yet is no name that a file system remembers.
-
-    Raises:
-        ConfigError: a load would find no whole checkpoint; on every rank.
-    """
+    if config.state_dict_type != "sharded" or uploads:
+        return
+    # No load would find all parts of a checkpoint that ranks save into different folders. A name
+    # that nobody has asked for yet is no name that a file system remembers.
     probe = hidden(folder / "probe", of_rank0(secrets.token_hex(6)))
     first = dist.get_global_rank() == 0
     together(None, probe.touch, folder, when=first)
@@ -432,8 +424,22 @@ def save_in_background(
     if getattr(state.fsdp_config, "async_save", False):
         finish_background_save(original, saver, logger)
         if saver not in _backgrounds:
-            savers = _background_savers(state)
-            _backgrounds[saver] = None if savers is None else _Background(savers)
+            savers, device = _savers(state), _device_of(state)
+            ranks = [r for r, writes in enumerate(dist.all_gather_object(savers.writes)) if writes]
+            lost = (
+                "Training waits while a checkpoint is written, as without async_save. Set "
+                "GLOO_SOCKET_IFNAME to the interface they share."
+            )
+            # Groups of their own, of gloo, because the copies are in CPU memory.
+            everyone = writers = connected(default_pg_timeout, device, lost)
+            if everyone is not None and len(ranks) < dist.get_world_size():
+                writers = connected(default_pg_timeout, device, lost, ranks)
+            _backgrounds[saver] = None
+            if everyone is not None and writers is not None:
+                writers = writers if savers.writes else None
+                _backgrounds[saver] = _Background(
+                    replace(savers, everyone=everyone, writers=writers)
+                )
         background = _backgrounds[saver]
     if background is None:
         save_and_upload(original, saver, state, logger)
@@ -446,25 +452,6 @@ def save_in_background(
     latest = saver.latest_filename if saver.num_checkpoints_to_keep != 0 else None
     link = None if latest is None else Path(latest.format(state))
     background.start(snapshot, link, state)
-
-
-def _background_savers(state: State) -> Savers | None:
-    """Returns who saves beside training, on groups of their own; `None` with a warning.
-
-    Collective: yes. gloo, because the copies are in CPU memory.
-    """
-    savers, device = _savers(state), _device_of(state)
-    ranks = [r for r, writes in enumerate(dist.all_gather_object(savers.writes)) if writes]
-    lost = (
-        "Training waits while a checkpoint is written, as without async_save. Set "
-        "GLOO_SOCKET_IFNAME to the interface they share."
-    )
-    everyone = writers = connected(default_pg_timeout, device, lost)
-    if everyone is not None and len(ranks) < dist.get_world_size():
-        writers = connected(default_pg_timeout, device, lost, ranks)
-    if everyone is None or writers is None:
-        return None
-    return replace(savers, everyone=everyone, writers=writers if savers.writes else None)
 
 
 def _device_of(state: State) -> torch.device:

@@ -111,7 +111,11 @@ def check_save_folder(
         # In a store a folder is the beginning of names.
         path_pattern = re.compile(rf"(?<![^/]){pattern.pattern}(?=/|\Z)")
         constant = without_times(name, run_name).partition("{")[0]
-        paths = _local_names(folder, name) if store is None else _objects(store, constant, folder)
+        if store is not None:
+            paths = _objects(store, constant, folder)
+        else:  # paths that have as many parts as the name
+            there = Path(folder).glob("/".join("*" * len(PurePosixPath(name).parts)))
+            paths = [path.relative_to(folder).as_posix() for path in there]
         for match in filter(None, map(path_pattern.search, paths)):
             counts = {unit: int(text) for unit, text in match.groupdict().items()}
             path = None if store is not None else Path(folder, match[0])
@@ -129,12 +133,6 @@ def check_save_folder(
         "or load_path to go on from one of them, another run_name or save_folder to keep them, or "
         "save_overwrite: true."
     )
-
-
-def _local_names(folder: str, name: str) -> list[str]:
-    """Returns paths in a folder that have as many parts as the name."""
-    paths = Path(folder).glob("/".join("*" * len(PurePosixPath(name).parts)))
-    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def _objects(store: ObjectStore, constant: str, folder: str) -> list[str]:

@@ -223,12 +223,10 @@ def _generate_in_step(
                 encode = next(name for name in ENCODING if hasattr(model, name))
                 getattr(model, encode)(word, {}, None, model.generation_config)
             while not inside and any_rank(False, word.device):
-                model(**_step_of(model, word), use_cache=False)
-
-
-def _step_of(model: Any, word: torch.Tensor) -> dict[str, Any]:
-    """Returns the inputs of a forward for one word; with an encoder, those of the decoder alone."""
-    if not model.config.is_encoder_decoder:
-        return {"input_ids": word, "attention_mask": torch.ones_like(word)}
-    nothing = torch.zeros((1, 1, model.config.hidden_size), dtype=model.dtype, device=word.device)
-    return {"decoder_input_ids": word, "encoder_outputs": (nothing,)}
+                if model.config.is_encoder_decoder:  # a step of the decoder alone
+                    shape, dtype = (1, 1, model.config.hidden_size), model.dtype
+                    nothing = torch.zeros(shape, dtype=dtype, device=word.device)
+                    model(decoder_input_ids=word, encoder_outputs=(nothing,), use_cache=False)
+                else:
+                    mask = torch.ones_like(word)
+                    model(input_ids=word, attention_mask=mask, use_cache=False)

@@ -14,6 +14,7 @@ with the weights of its module, or of a module around it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -110,15 +111,39 @@ class ModelWeights:
         self._model, self._bucket_bytes = model, bucket_bytes
         self._has_values = every_rank or dist.get_global_rank() == 0
         reshard(model)  # gathered parameters are other objects
-        exported = _exported(model)
+        params = set(model.parameters())
+        # The outermost Hugging Face model that has all parameters, else the model itself.
+        exported: Any = next(
+            (
+                module
+                for module in model.modules()
+                if hasattr(module, "save_pretrained") and set(module.parameters()) == params
+            ),
+            model,
+        )
         peft = hasattr(exported, "peft_config")
         merged, tied = peft and adapters == "merged", tied or adapters == "only"
         parts = list(_parts(exported, dtype, tied=tied, merged=merged))
         if adapters == "only":
             parts = _adapters(exported, parts)
         elif peft:
-            parts, exported = _without_peft(parts), exported.get_base_model()
-        self._convert = _conversion_of(exported) if adapters != "only" else None
+            outside = [name for part in parts for name in part.metas if not name.startswith(_PEFT)]
+            if outside:
+                raise PlanError(
+                    f"{listed(outside)} belong to adapters that stay outside of the model's "
+                    "weights (prompts, for example). They cannot be merged, and without them the "
+                    "engine would compute something else. Write a folder with save_pretrained, "
+                    "which has them."
+                )
+            parts = [_renamed(part, lambda name: name.removeprefix(_PEFT)) for part in parts]
+            exported = exported.get_base_model()
+        # What turns weights of a model into those of its files, where transformers does.
+        self._convert: Callable[[Tensors], Tensors] | None = None
+        if adapters != "only":
+            with contextlib.suppress(ImportError):  # before 5, models are built as their files are
+                loading: Any = importlib.import_module("transformers.core_model_loading")
+                if hasattr(exported, "save_pretrained"):
+                    self._convert = functools.partial(loading.revert_weight_conversion, exported)
         self._groups = _in_groups(parts, self._convert)
 
     def metadata(self) -> list[WeightInfo]:
@@ -177,19 +202,6 @@ class _Group:
 
     parts: Sequence[_Part]
     infos: Sequence[WeightInfo]
-
-
-def _exported(model: nn.Module) -> Any:
-    """Returns the outermost Hugging Face model that has all parameters, else the model itself."""
-    params = set(model.parameters())
-    return next(
-        (
-            module
-            for module in model.modules()
-            if hasattr(module, "save_pretrained") and set(module.parameters()) == params
-        ),
-        model,
-    )
 
 
 # --- Parts ---
@@ -291,7 +303,13 @@ def _merged_part(prefix: str, layer: Any, dtype: torch.dtype | None) -> _Part:
                 values = _unpacked(module, name, full.clone())
                 module._parameters[name] = nn.Parameter(values, param.requires_grad)
             for part in unmerged:
-                _merge(part)
+                weight = part.get_base_layer()
+                if _packing(weight, "weight") is None:
+                    part.merge()
+                    continue
+                for adapter in part.active_adapters:  # PEFT would pack the sum again
+                    if adapter in part.lora_A:
+                        weight.weight.add_(part.get_delta_weight(adapter))
             return {
                 f"{prefix}{name}": _cast(param.detach(), dtype)
                 for name, param in layer.get_base_layer()._parameters.items()
@@ -311,17 +329,6 @@ def _merged_part(prefix: str, layer: Any, dtype: torch.dtype | None) -> _Part:
         if param is not None
     }
     return _Part(metas, read)
-
-
-def _merge(layer: Any) -> None:
-    """Adds what the active adapters add to the full weight below them."""
-    base = layer.get_base_layer()
-    if _packing(base, "weight") is None:
-        layer.merge()
-        return
-    for adapter in layer.active_adapters:  # PEFT would pack the sum again
-        if adapter in layer.lora_A:
-            base.weight.add_(layer.get_delta_weight(adapter))
 
 
 def _refuse_unmergeable(prefix: str, layer: Any) -> None:
@@ -379,17 +386,6 @@ def _renamed(part: _Part, rename: Callable[[str], str]) -> _Part:
 # --- Names ---
 
 
-def _without_peft(parts: Sequence[_Part]) -> list[_Part]:
-    outside = [name for part in parts for name in part.metas if not name.startswith(_PEFT)]
-    if outside:
-        raise PlanError(
-            f"{listed(outside)} belong to adapters that stay outside of the model's weights "
-            "(prompts, for example). They cannot be merged, and without them the engine would "
-            "compute something else. Write a folder with save_pretrained, which has them."
-        )
-    return [_renamed(part, lambda name: name.removeprefix(_PEFT)) for part in parts]
-
-
 def _adapters(model: Any, parts: Sequence[_Part]) -> list[_Part]:
     """Returns the parts that PEFT saves, under its names."""
     if not hasattr(model, "peft_config"):
@@ -413,17 +409,6 @@ def _adapters(model: Any, parts: Sequence[_Part]) -> list[_Part]:
     return [_renamed(part, new.__getitem__) for part in parts if part.metas.keys() & new.keys()]
 
 
-def _conversion_of(model: Any) -> Callable[[Tensors], Tensors] | None:
-    """Returns what turns weights of a model into those of its files, where transformers does."""
-    try:
-        loading: Any = importlib.import_module("transformers.core_model_loading")
-    except ImportError:  # before 5, models are built as their files are
-        return None
-    if not hasattr(model, "save_pretrained"):
-        return None
-    return functools.partial(loading.revert_weight_conversion, model)
-
-
 def _in_groups(
     parts: Sequence[_Part], convert: Callable[[Tensors], Tensors] | None
 ) -> list[_Group]:
@@ -438,7 +423,10 @@ def _in_groups(
     while waiting:
         together: dict[str, list[_Part]] = defaultdict(list)
         for part in waiting:
-            together[_around(next(iter(part.metas)), depth)].append(part)
+            # By the name itself, then by the path of its module, then by those around it.
+            name = next(iter(part.metas))
+            around = name.rsplit(".", depth)[0] if depth <= name.count(".") else ""
+            together[around].append(part)
         waiting = []
         for prefix, members in together.items():
             outputs = _outputs(members, convert)
@@ -455,11 +443,6 @@ def _in_groups(
                 waiting += members
         depth += 1
     return [groups[index] for index in sorted(groups)]
-
-
-def _around(name: str, depth: int) -> str:
-    """Returns the name itself, then the path of its module, then those around it."""
-    return name.rsplit(".", depth)[0] if depth <= name.count(".") else ""
 
 
 def _outputs(

@@ -42,7 +42,9 @@ def invoke(monkeypatch):
     """Runs a command in this process; starting ranks would be a failure."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(main, "_launch", lambda *args: pytest.fail(f"ranks started: {args}"))
+    monkeypatch.setattr(
+        main.launch, "launch_ranks", lambda *args: pytest.fail(f"ranks started: {args}")
+    )
     return lambda *args: CliRunner().invoke(main.app, list(map(str, args)))
 
 

@@ -23,7 +23,9 @@ def train(monkeypatch):
     """Runs `composer-fsdp2 train` in this process; starting ranks would be a failure."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(main, "_launch", lambda *args: pytest.fail(f"ranks started: {args}"))
+    monkeypatch.setattr(
+        main.launch, "launch_ranks", lambda *args: pytest.fail(f"ranks started: {args}")
+    )
     # A process of its own, which takes seconds; tests/e2e/test_checked_first.py has it.
     monkeypatch.setattr(main, "_ask_doctor", lambda *args: None)
 
@@ -127,17 +129,18 @@ def test_zero_ranks(train, write):
 def test_interpolations_elsewhere_may_wait(train, write, monkeypatch):
     """A file in `code_paths` may bring the resolver."""
     started = []
-    monkeypatch.setattr(main, "_launch", lambda *args: started.append(args))
+    monkeypatch.setattr(main.launch, "launch_ranks", lambda *args: started.append(args))
     path = write("run_name: ${later:1}\nparallelism_config: {fsdp2: {}}")
     assert train(path, "variables.b=1", "-n", "3").exit_code == 0
-    assert started == [(["train", str(path), "variables.b=1"], 3, None)]
+    [(command, ranks, _)] = started
+    assert (command[-3:], ranks) == (["train", str(path), "variables.b=1"], 3)
 
 
 @pytest.mark.parametrize(
     ("offload", "given", "threads"), [("true", "", "2"), ("false", "", ""), ("true", "1", "1")]
 )
 def test_an_optimizer_on_the_cpu_has_all_cores(train, write, monkeypatch, offload, given, threads):
-    monkeypatch.setattr(main, "_launch", lambda *args: None)
+    monkeypatch.setattr(main.launch, "launch_ranks", lambda *args: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(5))
     monkeypatch.setattr(os, "environ", {**os.environ, "OMP_NUM_THREADS": given})
     if not given:
@@ -148,7 +151,7 @@ def test_an_optimizer_on_the_cpu_has_all_cores(train, write, monkeypatch, offloa
 
 
 def test_a_duration_without_unit_is_said(train, write, monkeypatch):
-    monkeypatch.setattr(main, "_launch", lambda *args: None)
+    monkeypatch.setattr(main.launch, "launch_ranks", lambda *args: None)
     done = train(write("parallelism_config: {fsdp2: {}}\nmax_duration: 1ba"), "max_duration=300")
     assert "max_duration is 300 without a unit, which is 300 epochs" in done.stderr
     done = train(write("parallelism_config: {fsdp2: {}}\nmax_duration: 300ba"))
@@ -157,11 +160,12 @@ def test_a_duration_without_unit_is_said(train, write, monkeypatch):
 
 def test_eval_starts_ranks_that_evaluate(train, write, monkeypatch):
     started = []
-    monkeypatch.setattr(main, "_launch", lambda *args: started.append(args))
+    monkeypatch.setattr(main.launch, "launch_ranks", lambda *args: started.append(args))
     path = write("parallelism_config: {fsdp2: {}}")
     result = CliRunner().invoke(main.app, ["eval", str(path), "variables.b=1", "-n", "3"])
     assert result.exit_code == 0
-    assert started == [(["eval", str(path), "variables.b=1"], 3, None)]
+    [(command, ranks, _)] = started
+    assert (command[-3:], ranks) == (["eval", str(path), "variables.b=1"], 3)
 
 
 def test_eval_refuses_what_train_refuses(train, write):
@@ -218,7 +222,9 @@ def test_ranks_are_given_what_doctor_predicts(write, monkeypatch, step):
     )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: report)
     given = []
-    monkeypatch.setattr(main, "_launch", lambda *_: given.append(os.environ.get(FORECAST)))
+    monkeypatch.setattr(
+        main.launch, "launch_ranks", lambda *_: given.append(os.environ.get(FORECAST))
+    )
     path = write("parallelism_config: {fsdp2: {}}\ndist_timeout: 60")
     assert CliRunner().invoke(main.app, ["train", str(path), "--ranks=2"]).exit_code == 0
     assert given == [step and json.dumps(step)]

@@ -197,7 +197,9 @@ def quickstart(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "FSDP_VERSION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(main, "_launch", lambda *args: pytest.fail(f"ranks started: {args}"))
+    monkeypatch.setattr(
+        main.launch, "launch_ranks", lambda *args: pytest.fail(f"ranks started: {args}")
+    )
     small = [f"variables.folder={tmp_path}", "variables.text.megabytes=0.1"]
     return lambda *args: run("train", "yamls/quickstart.yaml", "--dry-run", *small, *args)
 

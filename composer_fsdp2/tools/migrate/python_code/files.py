@@ -65,7 +65,14 @@ def migrate_code(path: Path) -> list[CodeFile]:
 
     # Links to folders are not followed, so there are no loops and nothing outside is read.
     for folder, subfolders, names in os.walk(path, onerror=note):
-        subfolders[:] = sorted(name for name in subfolders if _is_wanted(Path(folder, name)))
+        # A virtual environment has one of two files, whatever its name.
+        subfolders[:] = sorted(
+            name
+            for name in subfolders
+            if not name.startswith(".")
+            and name not in _SKIPPED
+            and not any(Path(folder, name, mark).exists() for mark in ("pyvenv.cfg", "conda-meta"))
+        )
         paths = (Path(folder, name) for name in sorted(names) if name.endswith((".py", _NOTEBOOK)))
         # A pipe would wait for ever; a link that leads nowhere is reported when it is read.
         files += [_examine(file) for file in paths if file.is_file() or not file.exists()]
@@ -94,14 +101,6 @@ def _examine(path: Path) -> CodeFile:
         return CodeFile(path, problem=f"Python {version} cannot parse it: {told}")
 
 
-def _is_wanted(folder: Path) -> bool:
-    is_hidden = folder.name.startswith(".") or folder.name in _SKIPPED
-    # Files of a virtual environment, whatever its name.
-    return not is_hidden and not any(
-        (folder / name).exists() for name in ("pyvenv.cfg", "conda-meta")
-    )
-
-
 # --- The report, as text and as data. ---
 
 _WIDTH = 100
@@ -111,7 +110,11 @@ _PERHAPS = "perhaps"
 def describe_code(files: Sequence[CodeFile]) -> str:
     """Returns the report, grouped by file and in it by row of the table."""
     blocks = [
-        "\n".join(map(_printable, _describe_file(file)))
+        "\n".join(
+            # Control characters of a file or its name are kept from the terminal.
+            "".join(character if character.isprintable() else "?" for character in line)
+            for line in _describe_file(file)
+        )
         for file in files
         if file.uses or file.problem
     ]
@@ -190,8 +193,3 @@ def _wrapped(start: str, text: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _printable(text: str) -> str:
-    """Keeps control characters of a file or its name from the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
