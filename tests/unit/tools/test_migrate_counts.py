@@ -345,10 +345,12 @@ def test_deepspeed_in_files_of_others():
         ("WarmupDecayLR", {}, {"lr_scheduler_type": "cosine"}, "0ba", "converted"),
         ("WarmupLR", {"warmup_min_lr": 1e-6}, {"warmup_steps": 20}, None, "changes"),
         ("OneCycle", {}, {"warmup_steps": 20}, None, "changes"),
+        ("WarmupLR", "auto", {"warmup_steps": 20}, None, "changes"),
+        ("WarmupLR", [1], {"warmup_steps": 20}, None, "changes"),
     ],
 )
 def test_a_schedule_of_deepspeed_is_preferred(
-    kind: str, params: dict[str, Any], keys: dict[str, Any], expected: str | None, status: str
+    kind: str, params: Any, keys: dict[str, Any], expected: str | None, status: str
 ):
     """As transformers has it; DeepSpeed's own default rises with a logarithm."""
     names = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear_decay_with_warmup"}
