@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_fsdp2.checkpoint.pickles import damaged, newer_torch, unpickle, unreadable
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.shard.units import collector_paused
 
 __all__ = [
     "MESH",
@@ -45,19 +44,7 @@ Box = tuple[Sequence[int], Sequence[int]]
 """where a piece begins, and its sizes"""
 
 
-@contextlib.contextmanager
-def _without_collector() -> Generator[None]:
-    """Keeps Python from looking for garbage among millions of objects that are all in use."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collector()
+@collector_paused()  # millions of objects, all in use
 def read_metadata(folder: Path) -> Metadata:
     """Reads the `.metadata` of a folder, executing nothing, and moves a root optimizer to `state`.
 

@@ -237,7 +237,7 @@ class InitialWeights:
         new = {id(tensor) for tensors in blank.values() for tensor in tensors.values()}
         at = ""
         try:
-            with _stand_ins([module for _, module, _ in outer], new, self._device):
+            with _stand_ins([(path, module) for path, module, _ in outer], new, self._device):
                 for path, module, initialiser in outer:
                     at = path
                     with contextlib.suppress(NotImplementedError):
@@ -247,9 +247,7 @@ class InitialWeights:
                 raise
             raise PlanError(
                 f"`_init_weights` sets weights below {at!r} that belong to a unit inside of it. "
-                "Weights are created one unit at a time, so they would keep other values than the "
-                "model gives them. Let one unit hold the module with its layers, or build the "
-                "model on cpu on rank 0 (`init_device: mixed`)."
+                f"{_BY_UNIT}"
             ) from error
 
     def agree_on_failure(self) -> None:
@@ -311,8 +309,7 @@ class InitialWeights:
 
     def _blank_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns memory with a value no initialiser leaves, so that gaps can be found."""
-        blank = torch.empty_like(tensor, device=self._device)
-        return blank.zero_() if blank.dtype is torch.bool else blank.fill_(_mark_of(blank.dtype))
+        return torch.empty_like(tensor, device=self._device).fill_(_mark_of(tensor.dtype))
 
 
 def _unwritten(module: nn.Module, blank: Tensors) -> Tensors:
@@ -428,43 +425,64 @@ def _initialisers(tree: ModuleTree) -> dict[int, tuple[Initialiser | None, bool]
 
 _OVERLAP = "refers to a single memory location"
 """what torch says of a write into a tensor whose elements share memory"""
+_BY_UNIT = (
+    "Weights are created one unit at a time, so they would keep other values than the model gives "
+    "them. Let one unit hold the module with its layers, or build the model on cpu on rank 0 "
+    "(`init_device: mixed`)."
+)
 
 
 @contextlib.contextmanager
 def _stand_ins(
-    outer: Iterable[nn.Module], new: Container[int], device: torch.device
+    outer: Iterable[tuple[str, nn.Module]], new: Container[int], device: torch.device
 ) -> Generator[None, None, None]:
     """Keeps initialisers from parameters that have their values, with stand-ins in their place.
 
     A random write to the stand-in of a sharded parameter raises torch's error about shared memory.
-    Writes to the other stand-ins are lost.
+    Writes to the stand-ins of others are lost.
 
     Args:
-        outer: modules; all parameters below them are exchanged.
+        outer: modules and their paths; all parameters below them are exchanged.
         new: ids of parameters that initialisers may write, which stay.
         device: the device of stand-ins for sharded parameters; the others are on meta.
+
+    Raises:
+        PlanError: a sharded parameter would have been given a constant that it does not hold.
     """
-    below = {id(module): module for top in outer for module in top.modules()}
-    kept: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    for module in below.values():
+    below = {
+        id(module): (path, module)
+        for prefix, top in outer
+        for path, module in top.named_modules(prefix=prefix)
+    }
+    kept: list[tuple[dict[str, Any], str, str, nn.Parameter]] = []
+    for path, module in below.values():
         for name, param in module._parameters.items():
             if param is not None and not param.is_meta and id(param) not in new:
-                kept.append((module._parameters, name, param))
+                kept.append((module._parameters, name, child_name(path, name), param))
     try:
-        for parameters, name, param in kept:
-            at = device if isinstance(param, DTensor) else "meta"
-            zeros = torch.zeros((1,) * param.ndim, dtype=param.dtype, device=at)
-            parameters[name] = nn.Parameter(zeros.expand(param.shape), requires_grad=False)
+        for parameters, name, _, param in kept:
+            at, mark = device if isinstance(param, DTensor) else "meta", _mark_of(param.dtype)
+            marked = torch.empty((1,) * param.ndim, dtype=param.dtype, device=at).fill_(mark)
+            parameters[name] = nn.Parameter(marked.expand(param.shape), requires_grad=False)
         yield
+        for parameters, name, full_name, param in kept:
+            if isinstance(param, DTensor) and param.numel():
+                value = parameters[name].flatten()[0].item()
+                is_marked = value != value or value == _mark_of(param.dtype)  # NaN is not itself
+                if not is_marked and not (param.to_local() == value).all():
+                    raise PlanError(
+                        f"`_init_weights` sets '{full_name}', which belongs to a unit inside of "
+                        f"the module that is initialised. {_BY_UNIT}"
+                    )
     finally:
-        for parameters, name, param in kept:
+        for parameters, name, _, param in kept:
             parameters[name] = param
 
 
 def _mark_of(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
-    return torch.iinfo(dtype).max - 7
+    return False if dtype is torch.bool else torch.iinfo(dtype).max - 7
 
 
 def _fill_only(module: nn.Module, unwritten: Tensors, source: Initialiser) -> None:

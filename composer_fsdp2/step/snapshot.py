@@ -109,7 +109,7 @@ def _keep(value: Any, *, on_cpu: bool = True) -> Callable[[], Any]:
 
         return fill_dict
     if isinstance(value, list):
-        in_order = [_keep(item) for item in value]
+        in_order = [_keep(item, on_cpu=on_cpu) for item in value]
 
         def fill_list() -> list[Any]:
             value[:] = [put_back() for put_back in in_order]

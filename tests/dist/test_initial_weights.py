@@ -389,6 +389,47 @@ def test_a_unit_inside_of_the_module_that_sets_its_weights_is_an_error():
     _in_step()
 
 
+class SetsInner(nn.Module):
+    """A model whose `_init_weights` writes a constant into a layer from the module around it."""
+
+    def __init__(self, constant: float, rows: slice = slice(None)) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+        self.constant, self.rows = constant, rows
+
+    def post_init(self) -> None:
+        """Transformers' models have this method, and are known by it."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.fill_(1.0)
+            module.bias.data.zero_()
+        elif isinstance(module, nn.Sequential):
+            module[1].weight.data[self.rows].fill_(self.constant)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+@pytest.mark.table("other", "same", "rows")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("constant", "rows", "is_lost"),
+    [(2.0, slice(None), True), (1.0, slice(None), False), (2.0, slice(3), True)],
+    ids=["other", "same", "rows"],
+)
+def test_a_constant_for_a_unit_inside_is_not_lost(constant: float, rows: slice, is_lost: bool):
+    model = parameters_on_meta(functools.partial(SetsInner, constant, rows))
+    model.block[1]._fsdp_wrap = True
+    if is_lost:
+        with pytest.raises(PlanError, match=r"sets 'block\.1\.weight', which belongs to a unit"):
+            sharded(model)
+    else:
+        sharded(model)
+        assert (full(model.block[1].weight) == constant).all()
+    _in_step()
+
+
 @pytest.mark.world_size(2)
 def test_a_function_of_the_user_gets_modules_that_have_tensors_alone():
     seen: list[nn.Module] = []
