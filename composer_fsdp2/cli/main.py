@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -209,12 +210,6 @@ def _start_or_join(
     *,
     check: bool = False,
 ) -> None:
-    """Does the work as one rank, or starts the ranks. Collective: yes, if a launcher started it."""
-    import logging
-    import warnings
-
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     from composer_fsdp2.tools.migrate.signs import check_is_run
 
     with reported():
@@ -239,28 +234,7 @@ def _start_or_join(
             limit = limit / 2 if isinstance(limit, int | float) else 300
             _ask_doctor(run, overrides, int(os.environ["WORLD_SIZE"]), limit)
         work = _train_from_yaml if command == "train" else _evaluate_from_yaml
-        # What other packages say about themselves in every run is dropped, and nothing else.
-        for message in _NOISE:
-            warnings.filterwarnings("ignore", message=message)
-        models = logging.getLogger("transformers.modeling_utils")
-        models.addFilter(lambda record: "has generative capabilities" not in record.getMessage())
-        # Threads of the tokenizer and forked data loader workers do not mix; it says so at length.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
-            used = (
-                "without FSDP" if cfg.get("fsdp_config") is None else "with FSDP1 (`fsdp_config`)"
-            )
-            told = (
-                f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and runs {used}. "
-                "Write `parallelism_config: {fsdp2: {}}` for FSDP2."
-            )
-            say(f"[yellow]{escape(told)}[/]")
-        if not launch.under_own_launcher():
-            work(run, overrides)
-            return
-        with launch.rank_guard():
-            # Leaves an exception where `launch` can read it. torchrun would print its traceback.
-            record(work)(run, overrides)
+        _run_here(work, run, overrides, cfg)
 
 
 def _start(
@@ -348,6 +322,40 @@ def _ask_doctor(
         os.environ[FORECAST] = json.dumps(step)  # the ranks inherit the variable
     problems = [finding for finding in report["findings"] if finding["level"] == "problem"]
     raise_errors([f"{finding['what']} {finding['advice']}" for finding in problems])
+
+
+def _run_here(
+    work: Callable[[Path, list[str]], None], run: Path, overrides: list[str], cfg: Mapping[str, Any]
+) -> None:
+    """Does the work as one rank.
+
+    Collective: yes, every rank of the run has to come here.
+    """
+    import logging
+    import warnings
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    # What other packages say about themselves in every run is dropped, and nothing else.
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    models = logging.getLogger("transformers.modeling_utils")
+    models.addFilter(lambda record: "has generative capabilities" not in record.getMessage())
+    # Threads of the tokenizer and forked data loader workers do not mix; it says so at length.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
+        used = "without FSDP" if cfg.get("fsdp_config") is None else "with FSDP1 (`fsdp_config`)"
+        told = (
+            f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and runs {used}. "
+            "Write `parallelism_config: {fsdp2: {}}` for FSDP2."
+        )
+        say(f"[yellow]{escape(told)}[/]")
+    if not launch.under_own_launcher():
+        work(run, overrides)
+        return
+    with launch.rank_guard():
+        # Leaves an exception where `launch` can read it. torchrun would print all of its traceback.
+        record(work)(run, overrides)
 
 
 def _train_from_yaml(run: Path, overrides: list[str]) -> None:
