@@ -467,7 +467,8 @@ def _stand_ins(
         yield
         for parameters, name, full_name, param in kept:
             if isinstance(param, DTensor) and param.numel():
-                value = parameters[name].flatten()[0].item()
+                written = parameters[name]
+                value = written[(0,) * written.ndim].item()  # all elements share this memory
                 is_marked = value != value or value == _mark_of(param.dtype)  # NaN is not itself
                 if not is_marked and not (param.to_local() == value).all():
                     raise PlanError(

@@ -161,17 +161,11 @@ def examine(
         run: the settings and ranks that a file asks for; `None` checks the machine alone.
         rehearsed: findings of a rehearsal of the run.
     """
-    findings = [
-        *_versions(machine),
-        *_torch(machine),
-    ]
-    findings += _surroundings(machine, run)
+    findings = [*_versions(machine), *_torch(machine), *_surroundings(machine, run)]
     if run is not None:
         findings += _asked(run)
         if run.settings is not None:
-            findings += [
-                *_mesh(run, run.settings),
-            ]
+            findings += _mesh(run, run.settings)
             full = run.settings.state_dict_type == "full"
             is_mixed = run.value("model.init_device") == "mixed"
             findings += _warnings(
