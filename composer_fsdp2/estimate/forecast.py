@@ -141,8 +141,10 @@ def forecast(
             f"layers of {' and '.join(kinds)} compute in workspaces of libraries, which are not "
             "predicted: the peak can be several times as high"
         )
-    own = ({k: n for k, n in w.kinds.items() if n and k not in on_host} for w in trace.windows)
-    windows = [Window(w.label, kinds) for w, kinds in zip(trace.windows, own, strict=True)]
+    on_device = (
+        {k: n for k, n in w.kinds.items() if n and k not in on_host} for w in trace.windows
+    )
+    windows = [Window(w.label, kinds) for w, kinds in zip(trace.windows, on_device, strict=True)]
     largest = max(windows, key=lambda window: sum(window.kinds.values()))
     return Forecast(
         ranks=work.ranks,

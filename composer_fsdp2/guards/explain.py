@@ -161,16 +161,18 @@ def _explain(run: Run, error: Exception) -> PlanError | None:
     if any(part in text for part in _DTYPES) and (units := _casting(run)):
         objects = [leaf for leaf in tree_leaves(run.inputs) if not isinstance(leaf, torch.Tensor)]
         # Classes of objects with tensors that nobody casts.
-        kinds = {
-            f"a {type(leaf).__name__}"
-            for leaf in objects
-            if not dataclasses.is_dataclass(leaf)
-            for value in getattr(leaf, "__dict__", {}).values()
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-        }
-        if given := sorted(kinds):
+        kinds = sorted(
+            {
+                f"a {type(leaf).__name__}"
+                for leaf in objects
+                if not dataclasses.is_dataclass(leaf)
+                for value in getattr(leaf, "__dict__", {}).values()
+                if isinstance(value, torch.Tensor) and value.is_floating_point()
+            }
+        )
+        if kinds:
             return PlanError(
-                f"The model was given tensors in {' and '.join(given)}, and computes with them in "
+                f"The model was given tensors in {' and '.join(kinds)}, and computes with them in "
                 f"another dtype than that in which {' and '.join(units)} gathers its parameters"
                 f"{_line_of(error)}. FSDP2 casts tensors in tuples, lists and dictionaries, and "
                 "nothing in other objects. Cast them in forward (x.to(self.weight.dtype)), give "

@@ -9,6 +9,7 @@ shard axis alone, and a plain tensor needs none.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -249,7 +250,7 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
             clipped.append((param, groups))
     pairs = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p, _ in clipped]
     squares: list[torch.Tensor] = []
-    for tensor in (tensor for pair in pairs for tensor in pair):
+    for tensor in itertools.chain.from_iterable(pairs):
         local = local_part(tensor.detach())
         square = local.to(torch.promote_types(local.dtype, torch.float32)).square()
         dims = tuple(range(1, tensor.ndim))

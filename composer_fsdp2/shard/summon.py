@@ -342,11 +342,11 @@ class _Summoned:
         for parameter in parameters:
             if (outer := _block_of(parameter.shard)) is None:
                 continue
-            asked = {
+            wider = {
                 "rank0_only=False": outer.rank0_only and not self.rank0_only,
                 "with_grads=True": self.with_grads and not outer.with_grads,
             }
-            if more := [option for option, asks in asked.items() if asks]:
+            if more := [option for option, asks in wider.items() if asks]:
                 raise ConfigError(
                     f"'{parameter.name}' is summoned already, and this block asks for "
                     f"{' and '.join(more)}, which the one around it does not show. Both would show "

@@ -113,13 +113,10 @@ def concerns_fsdp2(config: Any) -> bool:
         return False
     # Misplaced, they would have Composer train plain data parallel without a word.
     misplaced = {*BESIDE, *known_settings(), "fully_shard", "parallelism_config"}
-    if any(
-        key in misplaced or "fsdp" in key.lower() or "'fsdp2'" in nearest(key, _KEYS)
-        if key not in _KEYS
-        else key == "fsdp2"
-        for key in map(str, config)
-    ):
-        return True
+    for key in map(str, config):
+        is_ours = key in misplaced or "fsdp" in key.lower() or "'fsdp2'" in nearest(key, _KEYS)
+        if key == "fsdp2" or (key not in _KEYS and is_ours):
+            return True
     fsdp = config.get("fsdp")
     if not isinstance(fsdp, Mapping):
         return isinstance(fsdp, FSDP2Config | ComposerFSDP2Config)

@@ -87,13 +87,14 @@ def attend(
     # One exchange: each rank's heads of all three lie next to each other.
     alike = (query, key, value) if value.shape[-1] == key.shape[-1] else (query, key)
     parts = [tensor.unflatten(1, (ranks, -1)) for tensor in alike]
-    got = _swapped_dims(torch.cat(parts, 2).flatten(1, 2), shared.group, split_dim=1, gather_dim=2)
+    joined = torch.cat(parts, 2).flatten(1, 2)
+    joined = _swapped_dims(joined, shared.group, split_dim=1, gather_dim=2)
     sizes = [tensor.shape[1] // ranks for tensor in alike]
-    query, key, *rest = got.split(sizes, 1)
+    query, key, *rest = joined.split(sizes, 1)
     value = rest[0] if rest else _swapped_dims(value, shared.group, split_dim=1, gather_dim=2)
-    made = _attend_span(shared, call, (0, shared.parts.padded), query, key, value)
-    made = _swapped_dims(made.transpose(1, 2), shared.group, split_dim=2, gather_dim=1)
-    return made.transpose(1, 2)
+    out = _attend_span(shared, call, (0, shared.parts.padded), query, key, value)
+    out = _swapped_dims(out.transpose(1, 2), shared.group, split_dim=2, gather_dim=1)
+    return out.transpose(1, 2)
 
 
 def fused_attention(

@@ -431,14 +431,14 @@ def _add_scheduler(
     name, warmup = _SCHEDULES.get(word), values.get("warmup", values.get("warmed part", 0))
     unread, reason = (), ""
     if of_deepspeed is not None and isinstance(of_deepspeed.value, Mapping):
-        given = of_deepspeed.value.get("params") or {}
-        params: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        block = of_deepspeed.value.get("params") or {}
+        params: Mapping[str, Any] = block if isinstance(block, Mapping) else {}
         steps = params.get("warmup_num_steps", "auto")
         word = str(of_deepspeed.value.get("type"))
         highest = params.get("warmup_max_lr", "auto")
         # DeepSpeed's rate rises from 0 to the trainer's, in a number of steps.
         is_from_zero = (
-            params is given
+            params is block
             and params.get("warmup_min_lr", "auto") in ("auto", 0)
             and (highest == "auto" or highest == values.get("rate"))
             and (steps == "auto" or steps == 0 or is_count(steps))

@@ -119,8 +119,9 @@ class Document:
         for site, entries in results:
             parent = self._node(site.parent)
             spans: list[tuple[Any, int, int]] = []
-            pairs = [] if parent is None else parent.value
-            for key, value in ((k, v) for k, v in pairs if str(k.value) in site.keys):
+            for key, value in [] if parent is None else parent.value:
+                if str(key.value) not in site.keys:
+                    continue
                 # Of the key and its value, without remarks behind them. An alias has its anchor's
                 # marks, which lie before the key. A block ends at the next key.
                 end = value.end_mark if key.end_mark.index < value.end_mark.index else key.end_mark
@@ -217,11 +218,11 @@ class Document:
                 line = pairs[-1][0].start_mark.line
                 starting.setdefault(line if start <= line < end else start, []).append(entry)
             for number in range(start, end):
-                text, found = self.lines[number], starting.get(number, [])
+                text, here = self.lines[number], starting.get(number, [])
                 if _is_remark(text):
                     body.append(inner + text.strip() if text.strip() else "")
                     continue
-                lines = [line for entry in found for line in self._written(entry, inner)]
+                lines = [line for entry in here for line in self._written(entry, inner)]
                 comment = _NO_COMMENT.sub("", text, count=1).rstrip()
                 if comment and len(lines) == 1:
                     lines = [f"{lines[0]}  {comment}"]
